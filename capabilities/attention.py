@@ -63,9 +63,9 @@ class RunExtras:
 
 
 # run(q, k, v, out, lse, sm_scale, extras) -> None
-#   q   [total_q, num_qo_heads, head_dim_qk]        k, v  paged: [pages, page_size, num_kv_heads, dim], any strides with a
-#   out [total_q, num_qo_heads, head_dim_vo]              unit last one (HND caches arrive as permuted views);
-#   lse None or float32 [total_q, num_qo_heads]           ragged: [total_kv, num_kv_heads, dim]
+#   q   [total_q, num_qo_heads, head_dim_qk]      k, v  paged: [pages, page_size, num_kv_heads, dim], any strides with a
+#   out [total_q, num_qo_heads, head_dim_vo]            unit last one (HND caches arrive as permuted views);
+#   lse None or float32 [total_q, num_qo_heads]         ragged: [total_kv, num_kv_heads, dim]
 # A kernel writes every row of out (0 for a row without keys) and of lse (base 2, -inf for a row without keys).
 Runner = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", float, "RunExtras | None"], None]
 
@@ -123,7 +123,7 @@ class Batch:
         if self.page_size == 0:
             out.copy_(count)
             return
-        assert self.last_page_len is not None  # noqa: S101 - paged batches always carry it
+        assert self.last_page_len is not None
         out.copy_(((count - 1) * self.page_size + self.last_page_len).masked_fill_(count <= 0, 0))
 
     def block_table(self) -> Tensor:
@@ -131,7 +131,7 @@ class Batch:
         return self._form("block_table", (self.size, self.table_width), self._fill_block_table)
 
     def _fill_block_table(self, out: Tensor) -> None:
-        assert self.kv_indices is not None  # noqa: S101 - paged batches always carry it
+        assert self.kv_indices is not None
         if self.kv_indices.numel() == 0:
             out.zero_()
             return

@@ -1,0 +1,242 @@
+"""The dispatched operation: a reference, a decision cache, and the way from a call to a kernel."""
+
+import inspect
+import json
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from math import lcm
+from typing import Any
+
+import torch
+
+from kernelmux.capabilities import (
+    CompileError,
+    FallbackWarning,
+    Kernel,
+    Reason,
+    RegistryError,
+    Request,
+    Support,
+    Unsupported,
+    detect,
+)
+from kernelmux.dispatch import log, registry, state
+from kernelmux.dispatch import settings as environment
+from kernelmux.dispatch.decision import Decision
+from kernelmux.dispatch.resolve import Candidates, resolve
+from kernelmux.dispatch.settings import Choice
+from kernelmux.dispatch.state import INSTALLED, OPS, PREFER, prefer, reload, rules, settings, track, usage
+
+__all__ = ["OPS", "PREFER", "Op", "prefer", "reload", "track", "usage"]
+
+Run = Callable[..., Any]
+_library = torch.library.Library("kernelmux", "FRAGMENT")
+
+
+class Op:
+    """One operation. `name` is its torch.compile name too; `growing` lists the dims that enter keys by bucket.
+
+    `describe(*args)` validates a call in the kernels' argument order and returns its Request. `phases` narrows
+    environment variables. `planned`: kernels are `plan(spec, batch) -> run`. `check(*args)`: deep checks of metadata
+    values, run before each call when KERNELMUX_CHECK=1. `schema` is "(Tensor input, …, Tensor(a!) out) -> ()".
+    """
+
+    def __init__(
+        self,
+        name: str,
+        family: str,
+        reference: Run,
+        describe: Callable[..., Request] | None = None,
+        *,
+        growing: Sequence[str] = (),
+        phases: Sequence[str] = (),
+        schema: str = "",
+        tags: Sequence[torch.Tag] = (),
+        check: Run | None = None,
+        in_place: bool = False,
+        graph_safe: bool = True,
+        planned: bool = False,
+    ) -> None:
+        if name in OPS:
+            raise RegistryError(f"two ops are named {name!r}; rename one of them")
+        self.name, self.family, self.describe = name, family, describe
+        self.growing, self.phases, self.check, self.planned = tuple(growing), tuple(phases), check, planned
+        self.function = reference
+        self.reference = Kernel(
+            op=name,
+            target=f"{reference.__module__}:{reference.__qualname__}",
+            support=Support(device="any", features=frozenset() if in_place else frozenset({"grad"})),
+            graph_safe=graph_safe,
+            batch_invariant=True,
+            backend=registry.REFERENCE,
+        )
+        self.cache: dict[Any, Run] = {}
+        self.eager: Run | None = None  # what the torch.compile op runs: a call in the schema's argument order
+        self._refused: dict[Any, dict[str, Reason]] = {}
+        self._warned: set[str] = set()
+        self._bucket: Run | None = None
+        OPS[name] = self
+        if schema:
+            self._define(schema, tags)
+
+    def _define(self, schema: str, tags: Sequence[torch.Tag]) -> None:
+        _library.define(self.name + schema, tags=tuple(tags))
+        _library.impl(self.name, lambda *args: self.eager(*args), "CompositeExplicitAutograd")  # type: ignore[misc]
+        torch.library.register_fake(f"kernelmux::{self.name}", lambda *args: None, lib=_library)
+
+    def reset(self) -> None:
+        self.cache, self._refused, self._bucket = {}, {}, None
+
+    def candidates(self) -> Candidates:
+        return Candidates(registry.kernels_of(self.name), self.reference)
+
+    # -- keys ---------------------------------------------------------------------------------------------------
+
+    def bucket(self, *values: int) -> Any:
+        """Key part of the growing dims, given in the order of `growing`: equal parts give equal decisions."""
+        return (self._bucket or self._build_bucket())(*values)
+
+    def _build_bucket(self) -> Run:
+        steps = [self._step(dim) for dim in self.growing]
+        if len(steps) == 1:
+            self._bucket = steps[0]
+        else:
+            self._bucket = lambda *values: tuple([step(v) for step, v in zip(steps, values, strict=True)])
+        return self._bucket
+
+    def _step(self, dim: str) -> Callable[[int], int]:
+        limits = [k.support.dims[dim] for k in self.candidates().kernels if dim in k.support.dims]
+        limits += [r.when[dim] for r in rules() if r.op == self.name and dim in r.when]
+        if any(dim in k.support.also_reads for k in self.candidates().kernels):
+            return lambda value: value
+        edges = sorted({1}.union(*(limit.thresholds for limit in limits)))
+        modulus = lcm(*(limit.multiple_of or 1 for limit in limits))
+        if modulus == 1:
+            return (lambda value: value > 0) if edges == [1] else (lambda value: bisect_right(edges, value))
+        return lambda value: bisect_right(edges, value) * modulus + value % modulus
+
+    # -- choosing -----------------------------------------------------------------------------------------------
+
+    def pick(self, key: Any, args: Sequence[Any], backend: str = "auto") -> Run:
+        """Cold path of a functional op: validate, decide, load, cache. Returns what to call with `args`."""
+        if self.describe is None:
+            raise RegistryError(f"op {self.name} has no describe(); planned ops use select()")
+        cache = self.cache
+        request = self.describe(*args)
+        run = self.select(key, request, backend) if not request.empty else self.function
+        cache[key] = run
+        return run
+
+    def select(self, key: Any, request: Request, backend: str = "auto") -> Run:
+        """Decide for a request and return the chosen kernel, ready to call (its `plan` when the op is planned)."""
+        decision = self.decide(request, backend, self._refused.get(key))
+        self._report(decision)
+        return self._wrap(key, decision, backend)
+
+    def decide(self, request: Request, backend: str = "auto", refused: dict[str, Reason] | None = None) -> Decision:
+        """The Decision for a request on this machine, in the present context."""
+        device = detect(request.device)
+        return resolve(
+            request, device, self.candidates(), rules(), settings(), INSTALLED, self.choices(request, backend), refused
+        )
+
+    def choices(self, request: Request, backend: str = "auto") -> list[Choice]:
+        """The argument's choice and the contexts', strongest first, that speak of a request."""
+        found = []
+        if backend != "auto":
+            found.append(environment.parse_choice(backend, state.backend_names(), "argument backend", exact=True))
+        preference = PREFER.get()
+        if preference is not None:
+            wanted = ("", request.family, f"{request.family}_{request.op}", f"{request.family}_{request.phase}")
+            found += [choice for scope, choice in preference.scoped if scope in wanted]
+        return found
+
+    def _report(self, decision: Decision) -> None:
+        now = settings()
+        if now.loglevel:
+            log.write(now.logdest, f"decision {decision.request} -> {decision.kernel.id} because {decision.why}")
+        if now.record is not None:
+            with open(now.record, "a", encoding="utf-8") as file:
+                file.write(json.dumps(decision.request.as_json(), sort_keys=True) + "\n")
+        silent = decision.kernel is not self.reference or decision.device.type != "cuda" or decision.source != "default"
+        if not silent and decision.request.label not in self._warned:
+            self._warned.add(decision.request.label)
+            others = [str(v) for v in decision.verdicts if v.kernel is not self.reference]
+            detail = "".join(f"\n  {text}" for text in others) or " no other kernel is declared"
+            warnings.warn(
+                f"{decision.request.label} runs on its reference, which is slow on CUDA tensors:{detail}",
+                FallbackWarning,
+                stacklevel=5,
+            )
+
+    def _wrap(self, key: Any, decision: Decision, backend: str) -> Run:
+        kernel, now = decision.kernel, settings()
+        run = self.function if kernel is self.reference else self._load(kernel)
+        if kernel is not self.reference:
+            run = self._guard(run, key, decision, backend)
+        if state.counting():
+            run = self._counted(run, decision)
+        if now.loglevel and not self.planned:
+            run = log.logged(run, decision, now.loglevel, now.logdest)
+        if now.check and self.check is not None and not self.planned:
+            run = _checked(self.check, run)
+        return run
+
+    def _load(self, kernel: Kernel) -> Run:
+        run = kernel.load()
+        ours, theirs = inspect.signature(self.function), inspect.signature(run)
+        if list(ours.parameters) != list(theirs.parameters):
+            raise RegistryError(f"{kernel.id} takes {theirs}, its reference takes {ours}; make them equal")
+        return run
+
+    def _guard(self, run: Run, key: Any, decision: Decision, backend: str) -> Run:
+        """Let a kernel refuse before any launch: note the reason for this key, warn once, take the next one."""
+        kernel = decision.kernel
+
+        def call(*args: Any) -> Any:
+            try:
+                return run(*args)
+            except (Unsupported, CompileError) as error:
+                if isinstance(error, CompileError) and decision.source not in ("default", "packaged rule"):
+                    raise
+                reason = Reason("broken", kernel.id, None, f"refused at run time: {error}")
+                self._refused.setdefault(key, {})[kernel.id] = reason
+                warnings.warn(f"{decision.request.label}: {reason}; using the next", FallbackWarning, stacklevel=3)
+                following = self.select(key, decision.request, backend)
+                if key in self.cache:
+                    self.cache[key] = following
+                return following(*args)
+
+        return call
+
+    def _counted(self, run: Run, decision: Decision) -> Run:
+        request = decision.request
+        place = (request.op, request.phase, decision.kernel.id)
+        use = state.uses.setdefault(place, state.Use(*place, decision.source, decision.why))
+
+        def count(*args: Any) -> Any:
+            use.calls += 1
+            return run(*args)
+
+        if not self.planned:
+            return count
+
+        def plan(*args: Any) -> Run:
+            inner = run(*args)
+
+            def counted(*call: Any) -> Any:
+                use.calls += 1
+                return inner(*call)
+
+            return counted
+
+        return plan
+
+
+def _checked(check: Run, run: Run) -> Run:
+    def call(*args: Any) -> Any:
+        check(*args)
+        return run(*args)
+
+    return call
