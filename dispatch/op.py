@@ -37,8 +37,8 @@ _library = torch.library.Library("kernelmux", "FRAGMENT")
 class Op:
     """One operation. `name` is its torch.compile name too; `growing` lists the dims that enter keys by bucket.
 
-    `describe(*args)` validates a call in the kernels' argument order and returns its Request. `phases` narrows
-    environment variables. `planned`: kernels are `plan(spec, batch) -> run`. `check(*args)`: deep checks of metadata
+    `describe(*args)` validates a call in the kernels' argument order and returns its Request; `dims`, `roles` and
+    `features` are the names that its Requests may use, for `kernelmux explain`. `phases` narrows environment variables. `planned`: kernels are `plan(spec, batch) -> run`. `check(*args)`: deep checks of metadata
     values, run before each call when KERNELMUX_CHECK=1. `schema` is "(Tensor input, …, Tensor(a!) out) -> ()".
     """
 
@@ -51,6 +51,9 @@ class Op:
         *,
         growing: Sequence[str] = (),
         phases: Sequence[str] = (),
+        dims: Sequence[str] = (),
+        roles: Sequence[str] = (),
+        features: Sequence[str] = (),
         schema: str = "",
         tags: Sequence[torch.Tag] = (),
         check: Run | None = None,
@@ -62,6 +65,7 @@ class Op:
             raise RegistryError(f"two ops are named {name!r}; rename one of them")
         self.name, self.family, self.describe = name, family, describe
         self.growing, self.phases, self.check, self.planned = tuple(growing), tuple(phases), check, planned
+        self.dims, self.roles, self.features = (*growing, *dims), tuple(roles), tuple(features)
         self.function = reference
         self.reference = Kernel(
             op=name,
