@@ -86,7 +86,9 @@ def _set() -> dict[str, str]:
 
 
 @app.command("list")
-def list_kernels(op: Annotated[str, typer.Argument(help="One op; all by default.")] = "", as_json: Json = False) -> None:
+def list_kernels(
+    op: Annotated[str, typer.Argument(help="One op; all by default.")] = "", as_json: Json = False
+) -> None:
     """List ops and their kernels with their limits and the architectures on which each was verified."""
     if op and op not in OPS:
         raise typer.BadParameter(f"op is {op!r}, one of {', '.join(sorted(OPS))}")
@@ -127,7 +129,9 @@ def explain(
     op: Annotated[str, typer.Argument(help="An op, or op/phase such as attention/decode.")],
     pairs: Annotated[
         list[str] | None,
-        typer.Argument(help="key=value: dims (batch=4), dtypes (q=bfloat16), features=causal+lse.", metavar="KEY=VALUE"),
+        typer.Argument(
+            help="key=value: dims (batch=4), dtypes (q=bfloat16), features=causal+lse.", metavar="KEY=VALUE"
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help=f"A preset: {', '.join(PRESETS)}. Default: this machine's.")] = "",
     installed: Annotated[
