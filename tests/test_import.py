@@ -43,8 +43,7 @@ print(json.dumps([count > 0, [m for m in {VENDORS!r} if m in new]]))
 def test_a_source_checkout_on_the_path_works() -> None:
     code = f"""
 import json, sys
-sys.path = [p for p in sys.path if "site-packages" not in p or True]
-sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__name__.lower() and "editable" not in str(f)]
+sys.meta_path = [f for f in sys.meta_path if "editable" not in str(f)]
 sys.path.insert(0, {str(ROOT)!r})
 import kernelmux, kernelmux.dispatch
 print(json.dumps(kernelmux.dispatch.__file__))

@@ -27,7 +27,8 @@ def test_a_rule_file_loads(tmp_path: Path) -> None:
     text = GOOD + (
         'phase = "decode"\ndevice = "cuda"\narch = { one_of = [90] }\n'
         "when = { batch = { max = 8 }, page_size = 16 }\n"
-    text = GOOD + (
+        'features = ["causal"]\nwithout = ["sinks"]\ndtypes = { q = "bfloat16" }\n'
+        '[rule.evidence]\ngpu = "NVIDIA H200"\n'
     )
     (rule,) = load(write(tmp_path, text))
     assert rule.when == {"batch": Limit(max=8), "page_size": Limit(one_of=(16,))}
