@@ -1,0 +1,65 @@
+"""One part of what is appended (keys, values, ckv, kpe) and its cache: validation, layout facts, key."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernelmux.capabilities import dtype_name
+
+
+def layout_features(*tensors: Tensor) -> set[str]:
+    """`inner_strided`: a last dim that is not contiguous; `unaligned`: rows that do not start at 16-byte addresses."""
+    features = set()
+    for t in tensors:
+        if t.shape[-1] > 1 and t.stride(-1) != 1:
+            features.add("inner_strided")
+        steps = [t.stride(d) * t.element_size() for d in range(t.ndim - 1) if t.shape[d] > 1]
+        if t.data_ptr() % 16 or any(step % 16 for step in steps):
+            features.add("unaligned")
+    return features
+
+
+def check_same_device(op: str, tensors: dict[str, Tensor | None], device: torch.device) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}, the cache on {device}; move it there")
+
+
+def check_part(op: str, name: str, value: Tensor, cache: Tensor) -> None:
+    """What is appended fits one cache: [tokens, *entry] of the cache's dtype."""
+    if value.dtype != cache.dtype:
+        raise ValueError(
+            f"{op}: {name} is {dtype_name(value.dtype)}, its cache {dtype_name(cache.dtype)}; "
+            f"an append converts nothing, convert {name} first"
+        )
+    if value.shape[1:] != cache.shape[2:]:
+        raise ValueError(
+            f"{op}: {name} has shape {list(value.shape)}, its cache holds entries of {list(cache.shape[2:])}; "
+            "give [tokens, *entry]"
+        )
+
+
+def part_key(value: Tensor, cache: Tensor) -> tuple[Any, ...]:
+    """All that a decision may look at of one cache and what is appended to it."""
+    return (
+        (value.dtype, value.device, value.shape[1:], value.stride()),
+        (cache.dtype, cache.device, cache.shape[1:], cache.stride()),
+        (value.data_ptr() | cache.data_ptr()) & 15,
+        needs_grad(value, cache),
+    )
+
+
+def check_tokens(op: str, value: Tensor, other: Tensor | None, batch_indices: Tensor, positions: Tensor) -> None:
+    tokens = value.shape[0]
+    if other is not None and other.shape[0] != tokens:
+        raise ValueError(f"{op}: the two parts hold {tokens} and {other.shape[0]} tokens; give each token both parts")
+    if batch_indices.shape != (tokens,) or positions.shape != (tokens,):
+        raise ValueError(
+            f"{op}: batch_indices has shape {list(batch_indices.shape)}, positions {list(positions.shape)}, there are "
+            f"{tokens} tokens; give one value per token"
+        )
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
