@@ -28,7 +28,7 @@ from compare import families, pool, report, worker  # noqa: E402
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", default=[], choices=list(families.FAMILIES))
-    parser.add_argument("--match", default="", help="only cases whose family|function|features contains this text")
+    parser.add_argument("--match", action="append", default=[], help="only cases whose family|function|features has it")
     parser.add_argument("--jobs", type=int, default=6, help="processes side by side")
     parser.add_argument("--json", help="append each row to this JSON Lines file as it comes")
     parser.add_argument("--seconds", type=float, default=570, help="stop here and report the rest as not run")
@@ -53,8 +53,8 @@ def main() -> int:
         raise SystemExit(f"{given.peer} is not importable; install flashinfer-python, or give --peer")
     device = given.device or _device()
     jobs = max(1, given.jobs)
-    os.environ.setdefault("MAX_JOBS", str(max(2, -(-2 * (os.cpu_count() or 2) // jobs))))  # compilers per process
-    cases = [c for c in families.load(given.family) if given.match in c.id]
+    os.environ.setdefault("MAX_JOBS", str(max(2, -(-3 * (os.cpu_count() or 2) // (2 * jobs)))))  # compilers per process
+    cases = [c for c in families.load(given.family) if not given.match or any(text in c.id for text in given.match)]
     rows = report.Report(given.json)
     workers = pool.Pool(pool.command(__file__, given.peer, device), jobs, given.prebuild, rows.add)
     workers.run(families.groups(cases), start + given.seconds)

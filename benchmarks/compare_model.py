@@ -112,7 +112,7 @@ def transformers_logits(path: Path, batch: list[list[int]], dtype: torch.dtype, 
     """Logits [len, vocab] of each text. Loaded in its dtype: a later cast would round the rotary table too."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=dtype, attn_implementation="eager"
     )
     model = model.to(device).eval()

@@ -267,7 +267,7 @@ def _ragged_cases() -> list[Case]:
     def case(features: str, module: str = "prefill", kind: str = "attention", **kwargs: Any) -> Case:
         return Case("BatchPrefillWithRaggedKVCacheWrapper", features, module, kind, partial(batch_ragged, **kwargs))
 
-    mla = {"dims": (192, 128), "heads": (8, 8)}
+    mla: dict[str, Any] = {"dims": (192, 128), "heads": (8, 8)}
     return [
         case("GQA 8/2"),
         case("causal, GQA 28/4", causal=True, heads=(28, 4)),

@@ -1,9 +1,11 @@
 """One comparison: a function, the features in use, and how to run it on either side."""
 
+import contextlib
 import importlib
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -55,12 +57,10 @@ class Side:
     def _load(self) -> list[types.ModuleType]:
         if not self._modules:
             self._modules.append(importlib.import_module(self.package))
-            prefix = "kernelmux.flashinfer" if self.package == "kernelmux" else self.package
-            for name in SUBMODULES:
-                try:
+            prefixes = [self.package, *(["kernelmux.flashinfer"] if self.package == "kernelmux" else [])]
+            for prefix, name in product(prefixes, SUBMODULES):
+                with contextlib.suppress(ImportError):
                     self._modules.append(importlib.import_module(f"{prefix}.{name}"))
-                except ImportError:
-                    continue
         return self._modules
 
     def backend(self, name: str) -> dict[str, str]:

@@ -7,7 +7,8 @@ import torch
 from compare.case import Case, Results, Side
 from compare.sampling import DRAWS, VOCAB
 
-Steps = tuple[tuple[str, dict[str, Any]], ...]
+Processor = tuple[str, dict[str, Any]]
+Steps = tuple[Processor, ...]
 
 
 def pipe(
@@ -26,8 +27,9 @@ def pipe(
     return {"out": run(x, **given)}
 
 
-T, S, K, P, M, D = (("Temperature", {}), ("Softmax", {}), ("TopK", {}), ("TopP", {}), ("MinP", {}), ("Sample", {}))
-JOINT = ("TopK", {"joint_topk_topp": True})
+NAMES = ("Temperature", "Softmax", "TopK", "TopP", "MinP", "Sample")
+T, S, K, P, M, D = ((name, dict[str, Any]()) for name in NAMES)
+JOINT: Processor = ("TopK", {"joint_topk_topp": True})
 WAYS: tuple[tuple[str, Steps, dict[str, Any], bool], ...] = (
     ("Temperature, Softmax", (T, S), {"temperature": 0.6}, False),
     ("TopK of logits, Softmax", (K, S), {"top_k": 9}, False),

@@ -76,6 +76,7 @@ class Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, start_new_session=True
         )
         self.buffer = b""
+        self.silent = False
 
     def serve(
         self, cases: list[Case], prebuild: bool, report: Callable[[dict[str, Any]], None]
@@ -99,8 +100,8 @@ class Worker:
         stop(self.process)
         status = self.process.wait()
         if current in left and status != SICK:
-            row = {**blank(left.pop(current)), "verdict": self._death(side, status)}
-            report(row)
+            how = f"no answer in {CASE_SECONDS:.0f} s" if self.silent else f"its process ended with status {status}"
+            report({**blank(left.pop(current)), "verdict": self._death(side, how)})
         return list(left.values()), False
 
     def _send(self, job: dict[str, Any]) -> None:
@@ -114,6 +115,7 @@ class Worker:
         pipe = self.process.stdout.fileno()
         while b"\n" not in self.buffer:
             ready, _, _ = select.select([pipe], [], [], CASE_SECONDS)
+            self.silent = not ready
             chunk = os.read(pipe, 65536) if ready else b""
             if not chunk:
                 return None
@@ -122,11 +124,11 @@ class Worker:
         event: dict[str, Any] = json.loads(line)
         return event
 
-    def _death(self, side: str, status: int) -> str:
+    def _death(self, side: str, how: str) -> str:
         with open(self.errors.name, errors="replace") as log:
             tail = " ".join(log.read()[-300:].split())
-        how = f"its process ended with status {status} ({tail})"
-        return f"DIFFERENT: ours: {how}" if side == "ours" else f"flashinfer refuses: {how}"
+        who = "DIFFERENT: ours" if side == "ours" else "flashinfer refuses"
+        return f"{who}: {how}, its log ends with: {tail}"
 
     def close(self) -> None:
         stop(self.process)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("equal", "built", "explained", "flashinfer refuses", "MISSING", "DIFFERENT", "not run")
+WIDTH = 300  # of a verdict in the summary; the table and the file have all of it
 
 
 def kind(row: dict[str, Any]) -> str:
@@ -43,7 +44,7 @@ class Report:
         print("\nNot equal:")
         for row in order:
             if kind(row) not in ("equal", "built", "not run"):
-                print(f"  {row['family']} {row['function']} [{row['features']}]: {row['verdict']}")
+                print(f"  {row['family']} {row['function']} [{row['features']}]: {row['verdict'][:WIDTH]}")
         first: dict[str, float] = {}
         for row in self.rows:
             first[row["module"]] = max(first.get(row["module"], 0.0), row["theirs_s"])

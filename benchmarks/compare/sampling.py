@@ -7,11 +7,11 @@ import torch
 from compare.case import Case, Results, Side
 from torch import Tensor
 
-DRAWS, VOCAB = 20000, 97
+DRAWS, VOCAB = 100000, 97
 
 
 def base(side: Side, vocab: int = VOCAB, rows: int = 1, ties: bool = False) -> Tensor:
-    """Probabilities [rows, vocab]; the smallest of a small vocabulary is drawn about 20 times in DRAWS.
+    """Probabilities [rows, vocab]; the smallest of a small vocabulary is drawn about 100 times in DRAWS.
 
     With ties, the third to sixth largest are equal, so that top-k 4 and top-p 0.5 have their boundary among them.
     """

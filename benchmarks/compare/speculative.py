@@ -46,7 +46,7 @@ def certain(side: Side, counters: bool = False) -> Results:
 
 def identical(side: Side) -> Results:
     """Equal draft and target: every draft token is accepted; the bonus token follows target[n]."""
-    rows = 4000
+    rows = 20000
     draft = probs(side, 1, DRAFTS, 1).expand(rows, -1, -1).contiguous()
     target = torch.cat((draft, probs(side, 1, 1, 2).expand(rows, -1, -1)), 1).contiguous()
     ids = torch.multinomial(draft[0].cpu(), 1, generator=torch.Generator().manual_seed(1)).T.expand(rows, -1)
@@ -57,7 +57,7 @@ def identical(side: Side) -> Results:
 
 def chance(side: Side) -> Results:
     """Different draft and target: each position's tokens (with -1 past the end), and both counts."""
-    rows = 20000
+    rows = 100000
     draft = probs(side, 1, DRAFTS, 1).expand(rows, -1, -1).contiguous()
     target = probs(side, 1, DRAFTS + 1, 2).expand(rows, -1, -1).contiguous()
     ids = side.ints([[3, 17, 29, 5]]).expand(rows, -1).contiguous()
