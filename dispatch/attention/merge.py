@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernelmux.capabilities import Request, dtype_name
+from kernelmux.dispatch.arguments import layout_features, needs_grad
 from kernelmux.dispatch.attention import merge_reference as reference
 from kernelmux.dispatch.op import PREFER, Op
 
@@ -22,9 +23,9 @@ def _request(op: str, *states: Tensor | None, count: int) -> Request:
             raise TypeError(f"{op}: the v of the states are {got}; convert one of them")
     if not v.dtype.is_floating_point or v.dtype.itemsize < 2:
         raise TypeError(f"{op}: v is {dtype_name(v.dtype)}, it must be float16, bfloat16, float32 or float64")
-    features = {"strided"} if any(not t.is_contiguous() for t in tensors) else set()
-    if any(t.data_ptr() % 16 for t in tensors):
-        features.add("unaligned")
+    features = layout_features(*tensors[:4:2])
+    if not all(map(_packed, tensors)):
+        features.add("strided")
     return Request(
         op=op,
         family="attention",
@@ -33,7 +34,7 @@ def _request(op: str, *states: Tensor | None, count: int) -> Request:
         dims={"rows": v.shape[0], "states": count, "heads": v.shape[-2], "head_dim": v.shape[-1]},
         features=frozenset(features),
         empty=v.numel() == 0,
-        grad=_grad(*tensors),
+        grad=needs_grad(*tensors),
     )
 
 
@@ -57,6 +58,9 @@ MERGE_STATE = Op(
     reference.merge_state,
     _describe,
     growing=("rows",),
+    dims=("states", "heads", "head_dim"),
+    roles=("v",),
+    features=("strided", "inner_strided", "unaligned"),
     schema="(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, Tensor(a!) v, Tensor(b!) s) -> ()",
 )
 MERGE_STATE_IN_PLACE = Op(
@@ -65,6 +69,9 @@ MERGE_STATE_IN_PLACE = Op(
     reference.merge_state_in_place,
     _describe_in_place,
     growing=("rows",),
+    dims=("states", "heads", "head_dim"),
+    roles=("v",),
+    features=("strided", "inner_strided", "unaligned"),
     schema="(Tensor(a!) v, Tensor(b!) s, Tensor v_other, Tensor s_other, Tensor? mask) -> ()",
     in_place=True,
 )
@@ -74,6 +81,9 @@ MERGE_STATES = Op(
     reference.merge_states,
     _describe_states,
     growing=("rows", "states"),
+    dims=("heads", "head_dim"),
+    roles=("v",),
+    features=("strided", "inner_strided", "unaligned"),
     schema="(Tensor v, Tensor s, Tensor(a!) v_merged, Tensor(b!) s_merged) -> ()",
 )
 
@@ -195,9 +205,17 @@ def _merge_states(v: Tensor, s: Tensor, v_merged: Tensor | None, s_merged: Tenso
     return run(v, s, v_merged, s_merged)
 
 
-MERGE_STATE.eager = _merge_state
+def _merge_state_into(*args: Tensor) -> None:
+    _merge_state(*args)
+
+
+def _merge_states_into(*args: Tensor) -> None:
+    _merge_states(*args)
+
+
+MERGE_STATE.eager = _merge_state_into
 MERGE_STATE_IN_PLACE.eager = _merge_state_in_place
-MERGE_STATES.eager = _merge_states
+MERGE_STATES.eager = _merge_states_into
 
 
 def _agree(op: str, v: Tensor, s: Tensor, v_b: Tensor | None = None, s_b: Tensor | None = None, dims: int = 3) -> None:
@@ -224,14 +242,20 @@ def _lse(s: Tensor, v: Tensor) -> Tensor:
     return s.to(wanted)
 
 
+def _packed(tensor: Tensor) -> bool:
+    """Contiguous by its strides alone: a decision made for one row also serves many."""
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
 def _key(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Any, ...]:
     return (
         (v_a.dtype, v_b.dtype, v_a.device, s_a.device, v_b.device, s_b.device, v_a.shape[-2:]),
         (v_a.stride(), s_a.stride(), v_b.stride(), s_b.stride()),
         (v_a.data_ptr() | s_a.data_ptr() | v_b.data_ptr() | s_b.data_ptr()) & 15 == 0,
-        _grad(v_a, s_a, v_b, s_b),
+        needs_grad(v_a, s_a, v_b, s_b),
     )
-
-
-def _grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -40,6 +40,9 @@ PACKBITS = Op(
     reference.packbits,
     _describe,
     growing=("bits",),
+    dims=("segments",),
+    roles=("x",),
+    features=("big", "little", "strided"),
     schema="(Tensor x, str bitorder, Tensor(a!) y) -> ()",
 )
 SEGMENT_PACKBITS = Op(
@@ -48,6 +51,8 @@ SEGMENT_PACKBITS = Op(
     reference.segment_packbits,
     _describe_segments,
     growing=("bits", "segments"),
+    roles=("x",),
+    features=("big", "little", "strided"),
     schema="(Tensor x, Tensor indptr, Tensor packed_indptr, str bitorder, Tensor(a!) y) -> ()",
 )
 
@@ -134,5 +139,9 @@ def _segment_packbits(x: Tensor, indptr: Tensor, packed_indptr: Tensor, bitorder
     run(x, indptr, packed_indptr, bitorder, y)
 
 
-PACKBITS.eager = _packbits
+def _packbits_into(x: Tensor, bitorder: str, y: Tensor) -> None:
+    _packbits(x, bitorder, y)
+
+
+PACKBITS.eager = _packbits_into
 SEGMENT_PACKBITS.eager = _segment_packbits

@@ -4,18 +4,12 @@ import torch
 from torch import Tensor
 
 from kernelmux.capabilities import Request
+from kernelmux.dispatch.arguments import check_device, layout_features, needs_grad
 from kernelmux.dispatch.op import PREFER, Op
 from kernelmux.dispatch.page import reference
 from kernelmux.dispatch.page.cache import paged_views
 from kernelmux.dispatch.page.check import check_page_metadata
-from kernelmux.dispatch.page.parts import (
-    check_part,
-    check_same_device,
-    check_tokens,
-    layout_features,
-    needs_grad,
-    part_key,
-)
+from kernelmux.dispatch.page.parts import check_part, check_tokens, part_key
 from kernelmux.dispatch.page.positions import int32
 
 
@@ -38,9 +32,8 @@ def _describe(
             "give keys and values the same pages and heads"
         )
     indices = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
-    check_same_device(
-        op, {"append_key": append_key, "append_value": append_value, "v_cache": v_cache} | indices, k_cache.device
-    )
+    values = {"append_key": append_key, "append_value": append_value, "v_cache": v_cache}
+    check_device(op, k_cache.device, values | indices)
     features = layout_features(append_key, append_value, k_cache, v_cache)
     if k_cache.stride() != v_cache.stride():
         features.add("kv_strides_differ")
@@ -82,6 +75,9 @@ APPEND_PAGED_KV_CACHE = Op(
     reference.append_paged_kv_cache,
     _describe,
     growing=("tokens",),
+    dims=("page_size", "num_kv_heads", "head_dim", "head_dim_vo"),
+    roles=("kv",),
+    features=("inner_strided", "unaligned", "kv_strides_differ"),
     schema="(Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor kv_indices, Tensor kv_indptr) -> ()",
     check=_check,

@@ -4,17 +4,11 @@ import torch
 from torch import Tensor
 
 from kernelmux.capabilities import Request
+from kernelmux.dispatch.arguments import check_device, layout_features, needs_grad
 from kernelmux.dispatch.op import PREFER, Op
 from kernelmux.dispatch.page import reference
 from kernelmux.dispatch.page.check import check_page_metadata
-from kernelmux.dispatch.page.parts import (
-    check_part,
-    check_same_device,
-    check_tokens,
-    layout_features,
-    needs_grad,
-    part_key,
-)
+from kernelmux.dispatch.page.parts import check_part, check_tokens, part_key
 from kernelmux.dispatch.page.positions import int32
 
 _NAME = "append_paged_mla_kv_cache"
@@ -54,9 +48,8 @@ def _describe(
     parts = _parts(append_ckv, append_kpe, ckv_cache, kpe_cache)
     first = parts[0][2]
     indices = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
-    check_same_device(
-        _NAME, indices | {n: v for n, v, _ in parts} | {f"{n} cache": c for n, _, c in parts}, first.device
-    )
+    values = {name: value for name, value, _ in parts} | {f"the cache of {name}": cache for name, _, cache in parts}
+    check_device(_NAME, first.device, values | indices)
     for name, value, cache in parts:
         check_part(_NAME, name, value, cache)
         if cache.shape[:2] != first.shape[:2]:
@@ -100,6 +93,9 @@ APPEND_PAGED_MLA_KV_CACHE = Op(
     reference.append_paged_mla_kv_cache,
     _describe,
     growing=("tokens",),
+    dims=("page_size", "ckv_dim", "kpe_dim"),
+    roles=("ckv", "kpe"),
+    features=("inner_strided", "unaligned", "one_part"),
     schema="(Tensor? append_ckv, Tensor? append_kpe, Tensor batch_indices, Tensor positions, Tensor(a!)? ckv_cache, "
     "Tensor(b!)? kpe_cache, Tensor kv_indices, Tensor kv_indptr) -> ()",
     check=_check,

@@ -46,6 +46,9 @@ APPEND = Op(
     reference.nvfp4_quantize_append_paged_kv_cache,
     _describe,
     growing=("tokens",),
+    dims=("page_size", "num_kv_heads", "head_dim", "head_dim_vo"),
+    roles=("input", "value"),
+    features=("inner_strided", "unaligned", "kv_strides_differ"),
     schema="(Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor(c!) k_sf, Tensor(d!) v_sf, Tensor kv_indices, Tensor kv_indptr, Tensor k_scale, "
     "Tensor v_scale) -> ()",

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from kernelmux.capabilities import Request, dtype_name
+from kernelmux.dispatch.arguments import check_device, layout_features, needs_grad
 from kernelmux.dispatch.op import PREFER, Op
 from kernelmux.dispatch.page import nvfp4_reference as reference
 from kernelmux.dispatch.page.check import check_page_metadata
 from kernelmux.dispatch.page.nvfp4_parts import INPUT_DTYPES, check_nvfp4_part, nvfp4_key, scale_tensor
-from kernelmux.dispatch.page.parts import check_same_device, check_tokens, layout_features, needs_grad, part_key
+from kernelmux.dispatch.page.parts import check_tokens, part_key
 from kernelmux.dispatch.page.positions import int32
 
 _NAME = "nvfp4_quantize_append_paged_mla_kv_cache"
@@ -36,7 +37,7 @@ def _describe(
     _check_kpe(append_kpe, kpe_cache, ckv_cache)
     named = {"append_ckv": append_ckv, "append_kpe": append_kpe, "ckv_sf_cache": ckv_sf, "kpe_cache": kpe_cache}
     indices = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr}
-    check_same_device(_NAME, named | indices, ckv_cache.device)
+    check_device(_NAME, ckv_cache.device, named | indices)
     return Request(
         op=_NAME,
         family="page",
@@ -79,6 +80,9 @@ APPEND = Op(
     reference.nvfp4_quantize_append_paged_mla_kv_cache,
     _describe,
     growing=("tokens",),
+    dims=("page_size", "ckv_dim", "kpe_dim"),
+    roles=("input", "kpe"),
+    features=("inner_strided", "unaligned"),
     schema="(Tensor append_ckv, Tensor append_kpe, Tensor batch_indices, Tensor positions, Tensor(a!) ckv_cache, "
     "Tensor(b!) ckv_sf, Tensor(c!) kpe_cache, Tensor kv_indices, Tensor kv_indptr, Tensor ckv_scale, "
     "Tensor kpe_scale) -> ()",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernelmux.capabilities import Request, dtype_name
-from kernelmux.dispatch.page.parts import check_same_device, layout_features, needs_grad
+from kernelmux.dispatch.arguments import check_device, layout_features, needs_grad
 from kernelmux.dispatch.quantization.nvfp4_kv_reference import BLOCK
 
 SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
@@ -29,7 +29,7 @@ def check_nvfp4_part(op: str, name: str, value: Tensor, cache: Tensor, block_sca
     for what, got, size in (("cache", cache, dim // 2), ("scales", block_scales, dim // BLOCK)):
         if got.shape[2:] != (*want, size):
             raise ValueError(
-                f"{op}: {name} has shape {list(value.shape)}, the {what} hold entries of {list(got.shape[2:])}; "
+                f"{op}: {name} has shape {list(value.shape)}, its {what} {list(got.shape[2:])} an entry; "
                 f"make them {[*want, size]}"
             )
     if cache.shape[:2] != block_scales.shape[:2]:
@@ -67,8 +67,8 @@ def nvfp4_request(op: str, parts: dict[str, tuple[Tensor, Tensor, Tensor]], indi
     value, v_cache, _ = parts["append_value"]
     for name, part in parts.items():
         check_nvfp4_part(op, name, *part)
-        check_same_device(op, dict(zip((name, f"{name} cache", f"{name} scales"), part, strict=True)), k_cache.device)
-    check_same_device(op, dict(indices), k_cache.device)
+        check_device(op, k_cache.device, dict(zip((name, f"{name} cache", f"{name} scales"), part, strict=True)))
+    check_device(op, k_cache.device, dict(indices))
     if k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
             f"{op}: caches are {list(k_cache.shape)} and {list(v_cache.shape)} as [pages, page_size, heads, dim/2]; "

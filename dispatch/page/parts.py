@@ -2,28 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernelmux.capabilities import dtype_name
-
-
-def layout_features(*tensors: Tensor) -> set[str]:
-    """`inner_strided`: a last dim that is not contiguous; `unaligned`: rows that do not start at 16-byte addresses."""
-    features = set()
-    for t in tensors:
-        if t.shape[-1] > 1 and t.stride(-1) != 1:
-            features.add("inner_strided")
-        steps = [t.stride(d) * t.element_size() for d in range(t.ndim - 1) if t.shape[d] > 1]
-        if t.data_ptr() % 16 or any(step % 16 for step in steps):
-            features.add("unaligned")
-    return features
-
-
-def check_same_device(op: str, tensors: dict[str, Tensor | None], device: torch.device) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != device:
-            raise ValueError(f"{op}: {name} is on {tensor.device}, the cache on {device}; move it there")
+from kernelmux.dispatch.arguments import needs_grad
 
 
 def check_part(op: str, name: str, value: Tensor, cache: Tensor) -> None:
@@ -59,7 +41,3 @@ def check_tokens(op: str, value: Tensor, other: Tensor | None, batch_indices: Te
             f"{op}: batch_indices has shape {list(batch_indices.shape)}, positions {list(positions.shape)}, there are "
             f"{tokens} tokens; give one value per token"
         )
-
-
-def needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

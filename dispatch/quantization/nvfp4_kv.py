@@ -1,9 +1,12 @@
 """nvfp4_kv_quantize and nvfp4_kv_dequantize: rows of a KV cache to NVFP4 and back."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kernelmux.capabilities import Request, dtype_name
+from kernelmux.dispatch.arguments import layout_features, needs_grad
 from kernelmux.dispatch.op import PREFER, Op
 from kernelmux.dispatch.quantization import nvfp4_kv_reference as reference
 from kernelmux.dispatch.quantization.nvfp4_kv_reference import BLOCK
@@ -36,7 +39,7 @@ def _describe_quantize(
         dims={"rows": input.shape[0], "dim": input.shape[1]},
         features=frozenset(_layout(input)),
         empty=input.numel() == 0,
-        grad=torch.is_grad_enabled() and input.requires_grad,
+        grad=needs_grad(input),
     )
 
 
@@ -71,7 +74,7 @@ def _describe_dequantize(
 
 
 def _layout(tensor: Tensor) -> set[str]:
-    return (set() if tensor.is_contiguous() else {"strided"}) | ({"unaligned"} if tensor.data_ptr() % 16 else set())
+    return layout_features(tensor) | (set() if tensor.stride() == (tensor.shape[1], 1) else {"strided"})
 
 
 QUANTIZE = Op(
@@ -80,6 +83,9 @@ QUANTIZE = Op(
     reference.nvfp4_kv_quantize,
     _describe_quantize,
     growing=("rows",),
+    dims=("dim",),
+    roles=("input",),
+    features=("strided", "inner_strided", "unaligned"),
     schema="(Tensor input, Tensor global_scale, Tensor(a!) packed, Tensor(b!) block_scales) -> ()",
     in_place=True,
 )
@@ -89,6 +95,9 @@ DEQUANTIZE = Op(
     reference.nvfp4_kv_dequantize,
     _describe_dequantize,
     growing=("rows",),
+    dims=("dim",),
+    roles=("out",),
+    features=("strided", "inner_strided", "unaligned"),
     schema="(Tensor packed, Tensor block_scales, Tensor global_scale, ScalarType output_dtype, Tensor(a!) out) -> ()",
 )
 
@@ -132,7 +141,7 @@ def _quantize(
     key = (
         (input.dtype, input.device, input.shape[1:], input.stride(), input.data_ptr() & 15),
         (global_scale.shape, global_scale.dtype, global_scale.device),
-        torch.is_grad_enabled() and input.requires_grad,
+        needs_grad(input),
         QUANTIZE.bucket(input.shape[0]),
         PREFER.get(),
     )
@@ -191,5 +200,13 @@ def _dequantize(
     return run(packed, block_scales, global_scale, output_dtype, out)
 
 
-QUANTIZE.eager = _quantize
-DEQUANTIZE.eager = _dequantize
+def _quantize_into(*args: Any) -> None:
+    _quantize(*args)
+
+
+def _dequantize_into(*args: Any) -> None:
+    _dequantize(*args)
+
+
+QUANTIZE.eager = _quantize_into
+DEQUANTIZE.eager = _dequantize_into
