@@ -1,0 +1,5 @@
+"""Gated activations."""
+
+from kernelmux.dispatch.activation.gated import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+
+__all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"]
