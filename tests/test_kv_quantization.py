@@ -49,9 +49,7 @@ def test_e2m1_rounds_to_nearest_even() -> None:
     want = [0, 2, 2, 4, 4, 6, 6, 1, 1, 2, 5, 7, 7, 7, 8, 9]
     assert encode_e2m1(x).tolist() == want
     assert encode_e2m1(torch.tensor(E2M1)).tolist() == list(range(8))
-    assert [nearest(v) for v in x.tolist() if math.isfinite(v)] == [
-        w for w, v in zip(want, x, strict=True) if v.isfinite()
-    ]
+    assert [nearest(v) for v in x.clamp(max=1000).tolist()] == want
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -214,7 +212,7 @@ def test_wrong_append_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ValueError,
             {"k": k[..., :16]},
-            "append_key has shape [1, 1, 16], the cache hold entries of [1, 16]; make them",
+            "append_key has shape [1, 1, 16], its cache [1, 16] an entry; make them [1, 8]",
         ),
         (ValueError, {"sf": sf[:1]}, "has [2, 2] as [pages, page_size], its scales [1, 2]; make them equal"),
         (ValueError, {"scale": torch.ones(2)}, "k_scale has shape [2], float32 on cpu; it must be one float32 value"),
