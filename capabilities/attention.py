@@ -1,7 +1,7 @@
 """What one batch of attention needs: its static description and its metadata, in the forms that kernels ask for."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class AttentionSpec:
         return self.num_qo_heads // self.num_kv_heads
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class RunExtras:
     """Arguments of `run` that most calls leave out. Each one that is set is a feature of the request."""
 
@@ -61,11 +61,19 @@ class RunExtras:
     causal_window_left: int = -1
     range_window_left: int = -1
 
+    def __repr__(self) -> str:
+        """Shapes and numbers only: values would synchronise with the device."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        texts = [f"{n}={list(v.shape) if isinstance(v, Tensor) else v}" for n, v in given.items() if v is not None]
+        return f"RunExtras({', '.join(texts)})"
+
 
 # run(q, k, v, out, lse, sm_scale, extras) -> None
 #   q   [total_q, num_qo_heads, head_dim_qk]      k, v  paged: [pages, page_size, num_kv_heads, dim], any strides with a
 #   out [total_q, num_qo_heads, head_dim_vo]            unit last one (HND caches arrive as permuted views);
-#   lse None or float32 [total_q, num_qo_heads]         ragged: [total_kv, num_kv_heads, dim]
+#   lse None or float32 [total_q, num_qo_heads]         ragged: [total_kv or more, num_kv_heads, dim]
+# q and out have any strides with a unit last one, lse is contiguous. In graph mode q may have more rows than the
+# sequences use, up to batch.total_q.
 # A kernel writes every row of out (0 for a row without keys) and of lse (base 2, -inf for a row without keys).
 Runner = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", float, "RunExtras | None"], None]
 
@@ -96,6 +104,7 @@ class Batch:
     token_pos_in_items: Tensor | None = None  # [size * token_pos_in_items_len]
     token_pos_in_items_len: int = 0
     max_item_len: Tensor | None = None
+    refreshed: object = None  # the capture in which the derived forms were last rebuilt
     _derived: dict[str, tuple[Tensor, Callable[[Tensor], None]]] = field(default_factory=dict)
 
     @property
@@ -110,9 +119,19 @@ class Batch:
             self._derived[name] = (buffer, fill)
         return self._derived[name][0]
 
+    def provide(self, q_len: Tensor | None = None, kv_len: Tensor | None = None) -> None:
+        """Give derived forms that are known already, int32 [size] on `device`, so that they are not computed."""
+        if q_len is not None:
+            self._derived["q_len"] = (q_len, self._fill_q_len)
+        if kv_len is not None:
+            self._derived["kv_len"] = (kv_len, self._fill_kv_len)
+
     def q_len(self) -> Tensor:
         """Query rows of each sequence, int32 [size]."""
-        return self._form("q_len", (self.size,), lambda out: out.copy_(self.qo_indptr[1:] - self.qo_indptr[:-1]))
+        return self._form("q_len", (self.size,), self._fill_q_len)
+
+    def _fill_q_len(self, out: Tensor) -> None:
+        torch.sub(self.qo_indptr[1:], self.qo_indptr[:-1], out=out)
 
     def kv_len(self) -> Tensor:
         """Keys of each sequence, int32 [size]."""

@@ -1,0 +1,148 @@
+"""The attention op: what a planned batch asks of a kernel, and the choice of one."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from kernelmux.capabilities import AttentionSpec, Batch, FallbackWarning, Reason, Request, Runner, RunExtras, Unsupported
+from kernelmux.dispatch import log
+from kernelmux.dispatch.attention import reference
+from kernelmux.dispatch.decision import Decision
+from kernelmux.dispatch.op import PREFER, Op
+from kernelmux.dispatch.state import Preference, settings
+
+# What a call of run() uses beyond its plan: bit i of `uses` is RUN_FEATURES[i].
+RUN_FEATURES = ("lse", "sinks", "tensor_scale", "per_head_scales", "kv_strides_differ", "unaligned")
+LSE, SINKS, TENSOR_SCALE, PER_HEAD_SCALES, KV_STRIDES_DIFFER, UNALIGNED, GRAD = (1 << i for i in range(7))
+
+_SPEC_FEATURES: tuple[tuple[str, Callable[[AttentionSpec], bool]], ...] = (
+    ("causal", lambda s: s.causal),
+    ("window", lambda s: s.window_left >= 0),
+    ("soft_cap", lambda s: s.soft_cap > 0),
+    ("alibi", lambda s: s.pos_encoding == "ALIBI"),
+    ("rope", lambda s: s.pos_encoding == "ROPE_LLAMA"),
+    ("custom_mask", lambda s: s.custom_mask),
+    ("multi_item", lambda s: s.multi_item),
+    ("bidirectional", lambda s: s.bidirectional),
+    ("nvfp4_kv", lambda s: s.nvfp4_kv),
+    ("cuda_graph", lambda s: s.use_cuda_graph),
+    ("fixed_split", lambda s: s.fixed_split > 0),
+    ("no_split", lambda s: s.disable_split),
+)
+FEATURES = (*(name for name, _ in _SPEC_FEATURES), *RUN_FEATURES)
+
+ATTENTION = Op(
+    "attention",
+    "attention",
+    reference.reference,
+    growing=("batch", "q_len", "kv_len"),
+    phases=("decode", "prefill", "ragged"),
+    dims=("num_qo_heads", "num_kv_heads", "group_size", "head_dim_qk", "head_dim_vo", "page_size"),
+    roles=("q", "kv", "out"),
+    features=FEATURES,
+    planned=True,
+    graph_safe=False,
+)
+
+
+def uses_of(extras: RunExtras) -> int:
+    """The bits of a call's extra arguments."""
+    uses = 0
+    if extras.sinks is not None:
+        uses |= SINKS
+    if extras.qk_scale is not None:
+        uses |= TENSOR_SCALE
+    if extras.scale_q is not None or extras.scale_k is not None or extras.scale_v is not None:
+        uses |= PER_HEAD_SCALES
+    return uses
+
+
+def request_of(spec: AttentionSpec, batch: Batch, uses: int) -> Request:
+    """What one batch asks of a kernel: its spec, its lengths, and the run-time features in `uses`."""
+    dims = {
+        "batch": batch.size,
+        "q_len": batch.max_q_len,
+        "kv_len": batch.max_kv_len,
+        "num_qo_heads": spec.num_qo_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "group_size": spec.group_size,
+        "head_dim_qk": spec.head_dim_qk,
+        "head_dim_vo": spec.head_dim_vo,
+    }
+    if spec.page_size:
+        dims["page_size"] = spec.page_size
+    features = {name for name, holds in _SPEC_FEATURES if holds(spec)}
+    features |= {name for i, name in enumerate(RUN_FEATURES) if uses >> i & 1}
+    return Request(
+        "attention",
+        "attention",
+        spec.phase,
+        device=batch.device,
+        dtypes={"q": spec.q_dtype, "kv": spec.kv_dtype, "out": spec.o_dtype},
+        dims=dims,
+        features=frozenset(features),
+        empty=batch.size == 0 or batch.total_q == 0,
+        grad=bool(uses & GRAD),
+    )
+
+
+class Choice:
+    """The choice of a kernel for one spec over one batch: what asks for it, and who was asked to prefer what."""
+
+    __slots__ = ("backend", "batch", "key", "prefer", "spec", "uses")
+
+    def __init__(self, spec: AttentionSpec, batch: Batch, uses: int, backend: str, prefer: Preference | None) -> None:
+        self.spec, self.batch, self.uses, self.backend, self.prefer = spec, batch, uses, backend, prefer
+        lengths = ATTENTION.bucket(batch.size, batch.max_q_len, batch.max_kv_len)
+        self.key = (id(spec), lengths, batch.device, uses, backend, prefer)  # specs are interned and never freed
+
+    def plan(self) -> Runner:
+        """Choose, let the kernel plan, and return what runs it."""
+        planner = ATTENTION.cache.get(self.key)
+        if planner is None:
+            with self._preferred():
+                planner = ATTENTION.select(self.key, request_of(self.spec, self.batch, self.uses), self.backend)
+            ATTENTION.cache[self.key] = planner
+        runner: Runner = planner(self.spec, self.batch)
+        now = settings()
+        if now.loglevel:
+            runner = log.logged(runner, self.decision(), now.loglevel, now.logdest)
+        return runner
+
+    def decision(self) -> Decision:
+        """The Decision behind `plan`."""
+        request = request_of(self.spec, self.batch, self.uses)
+        with self._preferred():
+            return ATTENTION.decide(request, self.backend, ATTENTION._refused.get(self.key))
+
+    def after_refusal(self, error: Unsupported) -> Runner:
+        """The chosen kernel refused in run(), before any launch: note it, warn, and plan the next one."""
+        decision = self.decision()
+        kernel = decision.kernel.id
+        reason = Reason("broken", kernel, None, f"refused at run time: {error}")
+        ATTENTION._refused.setdefault(self.key, {})[kernel] = reason
+        ATTENTION.cache.pop(self.key, None)
+        warnings.warn(f"{decision.request.label}: {reason}; using the next", FallbackWarning, stacklevel=4)
+        return self.plan()
+
+    @contextlib.contextmanager
+    def _preferred(self) -> Iterator[None]:
+        """The context of plan(), also for what is first asked for in run()."""
+        token = PREFER.set(self.prefer)
+        try:
+            yield
+        finally:
+            PREFER.reset(token)
+
+
+def nothing(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sm_scale: float, extras: RunExtras | None
+) -> None:
+    """The runner of a batch without query rows."""
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
