@@ -254,8 +254,17 @@ def _packed(tensor: Tensor) -> bool:
 
 def _key(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Any, ...]:
     return (
-        (v_a.dtype, v_b.dtype, v_a.device, s_a.device, v_b.device, s_b.device, v_a.shape[-2:]),
-        (v_a.stride(), s_a.stride(), v_b.stride(), s_b.stride()),
-        (v_a.data_ptr() | s_a.data_ptr() | v_b.data_ptr() | s_b.data_ptr()) & 15 == 0,
-        needs_grad(v_a, s_a, v_b, s_b),
+        v_a.dtype,
+        v_b.dtype,
+        v_a.device,
+        s_a.device,
+        v_b.device,
+        s_b.device,
+        v_a.shape[-2:],
+        v_a.stride(),
+        s_a.stride(),
+        v_b.stride(),
+        s_b.stride(),
+        (v_a.data_ptr() | v_b.data_ptr()) & 15,
+        torch.is_grad_enabled() and needs_grad(v_a, s_a, v_b, s_b),
     )

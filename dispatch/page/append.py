@@ -9,7 +9,7 @@ from kernelmux.dispatch.op import PREFER, Op
 from kernelmux.dispatch.page import reference
 from kernelmux.dispatch.page.cache import paged_views
 from kernelmux.dispatch.page.check import check_page_metadata
-from kernelmux.dispatch.page.parts import check_part, check_tokens, part_key
+from kernelmux.dispatch.page.parts import check_part, check_tokens
 from kernelmux.dispatch.page.positions import int32
 
 
@@ -152,11 +152,29 @@ def _append_paged_kv_cache(
 ) -> None:
     args = (append_key, append_value, batch_indices, positions, k_cache, v_cache, kv_indices, kv_indptr)
     op = APPEND_PAGED_KV_CACHE
-    key = (
-        part_key(append_key, k_cache),
-        part_key(append_value, v_cache),
-        k_cache.shape[0] == v_cache.shape[0],
-        (batch_indices.device, positions.device, kv_indices.device, kv_indptr.device),
+    key = (  # flat: this is the hot path of every layer
+        append_key.dtype,
+        append_value.dtype,
+        k_cache.dtype,
+        v_cache.dtype,
+        append_key.device,
+        append_value.device,
+        k_cache.device,
+        v_cache.device,
+        batch_indices.device,
+        positions.device,
+        kv_indices.device,
+        kv_indptr.device,
+        append_key.shape[1:],
+        append_value.shape[1:],
+        k_cache.shape,
+        v_cache.shape,
+        append_key.stride(),
+        append_value.stride(),
+        k_cache.stride(),
+        v_cache.stride(),
+        (append_key.data_ptr() | append_value.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) & 15,
+        torch.is_grad_enabled() and needs_grad(append_key, append_value, k_cache, v_cache),
         op.bucket(append_key.shape[0]),
         PREFER.get(),
     )

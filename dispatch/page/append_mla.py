@@ -166,8 +166,8 @@ def _append_paged_mla_kv_cache(
     args = (append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr)
     op = APPEND_PAGED_MLA_KV_CACHE
     key = (
-        None if ckv_cache is None or append_ckv is None else (*part_key(append_ckv, ckv_cache), ckv_cache.shape[0]),
-        None if kpe_cache is None or append_kpe is None else (*part_key(append_kpe, kpe_cache), kpe_cache.shape[0]),
+        None if ckv_cache is None or append_ckv is None else part_key(append_ckv, ckv_cache),
+        None if kpe_cache is None or append_kpe is None else part_key(append_kpe, kpe_cache),
         (append_ckv is None, append_kpe is None),
         (batch_indices.device, positions.device, kv_indices.device, kv_indptr.device),
         op.bucket(positions.shape[0]),

@@ -29,7 +29,7 @@ def paged_views(cache: Any, kv_layout: str, name: str = "paged_kv_cache") -> tup
                 f"{name} has shape {list(cache.shape)}, one tensor must be [pages, 2, page_size, heads, dim] (or HND, "
                 f"or without page_size); pass (k_cache, v_cache) if they are apart"
             )
-        pair = (cache[:, 0], cache[:, 1])
+        pair = cache.unbind(1)
     elif isinstance(cache, tuple | list) and len(cache) == 2:
         pair = (cache[0], cache[1])
     else:

@@ -160,7 +160,7 @@ def _append(*args: Tensor) -> None:
     append_ckv, append_kpe, batch_indices, positions, ckv_cache, ckv_sf, kpe_cache, kv_indices, kv_indptr, _, _ = args
     key = (
         nvfp4_key(append_ckv, ckv_cache, ckv_sf),
-        (*part_key(append_kpe, kpe_cache), kpe_cache.shape[0]),
+        part_key(append_kpe, kpe_cache),
         (batch_indices.device, positions.device, kv_indices.device, kv_indptr.device),
         APPEND.bucket(append_ckv.shape[0]),
         PREFER.get(),

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernelmux.capabilities import Request, dtype_name
 from kernelmux.dispatch.arguments import check_device, layout_features, needs_grad
+from kernelmux.dispatch.page.parts import part_key
 from kernelmux.dispatch.quantization.nvfp4_kv_reference import BLOCK
 
 SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
@@ -54,11 +55,12 @@ def scale_tensor(op: str, name: str, scale: float | Tensor, device: torch.device
 def nvfp4_key(value: Tensor, cache: Tensor, block_scales: Tensor) -> tuple[Any, ...]:
     """All that a decision may look at of one part."""
     return (
-        (value.dtype, value.device, value.shape[1:], value.stride()),
-        (cache.dtype, cache.device, cache.shape, cache.stride()),
-        (block_scales.dtype, block_scales.device, block_scales.shape, block_scales.stride()),
-        (value.data_ptr() | cache.data_ptr() | block_scales.data_ptr()) & 15,
-        needs_grad(value),
+        *part_key(value, cache),
+        block_scales.dtype,
+        block_scales.device,
+        block_scales.shape,
+        block_scales.stride(),
+        block_scales.data_ptr() & 15,
     )
 
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kernelmux.capabilities import dtype_name
-from kernelmux.dispatch.arguments import needs_grad
 
 
 def check_part(op: str, name: str, value: Tensor, cache: Tensor) -> None:
@@ -25,10 +25,16 @@ def check_part(op: str, name: str, value: Tensor, cache: Tensor) -> None:
 def part_key(value: Tensor, cache: Tensor) -> tuple[Any, ...]:
     """All that a decision may look at of one cache and what is appended to it."""
     return (
-        (value.dtype, value.device, value.shape[1:], value.stride()),
-        (cache.dtype, cache.device, cache.shape[1:], cache.stride()),
+        value.dtype,
+        value.device,
+        value.shape[1:],
+        value.stride(),
+        cache.dtype,
+        cache.device,
+        cache.shape,
+        cache.stride(),
         (value.data_ptr() | cache.data_ptr()) & 15,
-        needs_grad(value, cache),
+        torch.is_grad_enabled() and (value.requires_grad or cache.requires_grad),
     )
 
 
