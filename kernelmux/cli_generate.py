@@ -18,7 +18,7 @@ import kernelmux as km
 from kernelmux.engine import Checkpoint, Engine, Sampling, Sequence, install_demo_model, load
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FIELDS = {
+FIELDS: dict[str, Any] = {
     "prompt": str, "temperature": (int, float), "top_k": int, "top_p": (int, float), "min_p": (int, float), "seed": int,
     "max_new_tokens": int,
 }  # fmt: skip

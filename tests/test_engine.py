@@ -25,8 +25,8 @@ from kernelmux.engine import (
     read_config,
     sample,
 )
-from kernelmux.engine.checkpoint import locate
-from kernelmux.engine.loader import READERS
+from kernelmux.engine.checkpoint import GGUF_NAMES, locate, open_checkpoint
+from kernelmux.engine.loader import READERS, fuse
 
 VOCAB, CPU = 97, torch.device("cpu")
 TINY = ModelConfig(
@@ -385,6 +385,56 @@ def test_a_checkpoint_folder_gives_the_logits_of_transformers(
             with torch.inference_mode():
                 right = model(torch.tensor([tokens])).logits[0]
             torch.testing.assert_close(logits, right, atol=1e-3, rtol=1e-3)
+
+
+def write_gguf(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any], factors: Tensor | None) -> None:
+    """A GGUF file as llama.cpp writes it: its own names, q and k with their halves interleaved, fp16 matrices."""
+    from gguf import GGUFWriter
+
+    names = {ours: theirs for theirs, ours in GGUF_NAMES.items()}
+    writer = GGUFWriter(path, "llama")
+    for key, value in facts.items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{key}", value)
+    for name, value in tensors.items():
+        parts = name.removesuffix(".weight").split(".")
+        prefix = f"blk.{parts[2]}." if "layers" in parts else ""
+        part = names[".".join(parts[3:]) if prefix else ".".join(parts)]
+        if part in ("attn_q", "attn_k"):
+            value = value.unflatten(0, (-1, 2, 8)).transpose(1, 2).reshape(value.shape)
+        data = value.half() if value.ndim == 2 else value
+        writer.add_tensor(f"{prefix}{part}.weight", data.contiguous().numpy())
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("factors", [None, torch.linspace(1, 8, 8)])
+def test_a_gguf_file_gives_the_tensors_of_its_folder(tmp_path: Path, tied: bool, factors: Tensor | None) -> None:
+    need_readers()
+    model = save(tmp_path, ROPES[0], tied)
+    folder = load(tmp_path, torch.float32, CPU)
+    facts = {
+        "block_count": 2, "context_length": 256, "embedding_length": 32, "attention.head_count": 4,
+        "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": model.config.rms_norm_eps,
+        "rope.dimension_count": 16, "rope.freq_base": 5000.0,
+    }  # fmt: skip
+    tensors = {n: t for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
+    write_gguf(tmp_path / "tiny.gguf", tensors, facts, factors)
+    raw, read = open_checkpoint(tmp_path / "tiny.gguf")
+    config = read_config(raw)
+    got = fuse({name: tensor for name, tensor, _ in read()}, config, CPU, lambda *_: None)
+    assert config.rope.kind == ("plain" if factors is None else "table")
+    for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "max_positions", "tied", "window_left"):
+        assert getattr(config, name) == getattr(folder.config, name), name
+    assert config.eps == pytest.approx(folder.config.eps) and config.rope.theta == folder.config.rope.theta
+    for mine, theirs in zip(got.layers, folder.weights.layers, strict=True):
+        for name, value in vars(theirs).items():
+            torch.testing.assert_close(getattr(mine, name), value.half().float() if value.ndim == 2 else value)
+    torch.testing.assert_close(got.head, folder.weights.head.half().float())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 Tensors = Iterator[tuple[str, Tensor, int]]  # name, tensor, how many there are in all
 
-_GGUF_NAMES = {
+GGUF_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -84,7 +84,7 @@ def _open_gguf(path: Path) -> tuple[Any, Callable[[], Tensors]]:
             if part in heads:  # stored for interleaved rotation; back to the two halves
                 value = value.unflatten(0, (heads[part], -1, 2)).transpose(1, 2).reshape(value.shape)
             prefix = f"model.layers.{where[1]}." if where else ""
-            yield f"{prefix}{_GGUF_NAMES.get(part, part)}.weight", value, len(reader.tensors)
+            yield f"{prefix}{GGUF_NAMES.get(part, part)}.weight", value, len(reader.tensors)
 
     config.tie_word_embeddings = all(t.name != "output.weight" for t in reader.tensors)
     config.rope_factors = next(

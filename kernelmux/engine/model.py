@@ -67,7 +67,7 @@ class Llama:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 [rows, vocab] of hidden states [rows, hidden]: rounded to bf16, the likeliest tokens would often be equal."""
+        """fp32 [rows, vocab] of hidden states [rows, hidden]; rounded to bf16, the likeliest tokens would often tie."""
         return km.mm_bf16(hidden, self.weights.head.t(), out_dtype=torch.float32)
 
     def _plan(self, step: Step, page_size: int) -> None:
