@@ -8,12 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from kernelmux.capabilities import Batch
-from kernelmux.dispatch.attention.metadata import Lengths, paged_lengths, uniform_indptr
+from kernelmux.dispatch.attention.batches import eager_batch
+from kernelmux.dispatch.attention.metadata import Lengths, uniform_indptr
 from kernelmux.dispatch.attention.options import DecodeOptions, DType, neutral
 from kernelmux.dispatch.attention.paged import PagedWrapper
 from kernelmux.dispatch.attention.scales import Scale
 from kernelmux.dispatch.attention.spec import intern
 
+Tables = tuple[Tensor, Tensor, Tensor]  # indptr, indices, last_page_len
 _OPTIONS = tuple(f.name for f in fields(DecodeOptions))
 # plan()'s arguments after page_size, when they are given by position.
 _LEGACY = tuple(n for n in _OPTIONS if n not in ("window_right", "is_causal", "max_sequence_kv"))
@@ -156,7 +158,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
     def _plan(
         self,
-        tables: tuple[Tensor, Tensor, Tensor],
+        tables: Tables,
         sizes: tuple[int, int, int, int],
         *,
         copy: bool = True,
@@ -170,23 +172,19 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         if self._use_cuda_graph:
             batch, lengths = self._fixed_batch(tables, given, page_size, copy, host_indptr)
         else:
-            lengths = self._lengths(tables, page_size, rows, host_indptr)
+            lengths = self._lengths(_named_tables(tables, host_indptr), tables[1], page_size, rows)
             given.check(lengths)
-            batch = self._eager_batch(lengths, (None, tables[0], tables[2]), tables[1], page_size, rows)
+            batch = eager_batch(lengths, (None, tables[0], tables[2]), self.device, page_size, tables[1])
         self._finish(base, given.sm_scale, batch, lengths)
         self._q_len_per_req = rows
 
-    def _lengths(self, tables: tuple[Tensor, Tensor, Tensor], page_size: int, rows: int, host: Tensor | None) -> Lengths:
-        indptr, indices, last = tables
-        lengths = paged_lengths({"indptr": indptr if host is None else host, "last_page_len": last}, page_size, rows)
-        if indices.numel() < lengths.total_kv:
-            raise ValueError(
-                f"indices has {indices.numel()} entries, indptr[-1] is {lengths.total_kv}; pass the whole page table"
-            )
-        return lengths
-
     def _fixed_batch(
-        self, tables: tuple[Tensor, Tensor, Tensor], given: DecodeOptions, page_size: int, copy: bool, host: Tensor | None
+        self,
+        tables: Tables,
+        given: DecodeOptions,
+        page_size: int,
+        copy: bool,
+        host: Tensor | None,
     ) -> tuple[Batch, Lengths | None]:
         """The batch in the buffers of graph mode; lengths unless they are on the device only and nobody needs them."""
         size, rows = self._fixed_batch_size, given.q_len_per_req
@@ -202,7 +200,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 "another wrapper"
             )
         known = copy or (last.is_cpu and (indptr if host is None else host).is_cpu)
-        lengths = self._lengths(tables, page_size, rows, host) if known else None
+        lengths = self._lengths(_named_tables(tables, host), tables[1], page_size, rows) if known else None
         if lengths is not None:
             given.check(lengths)
         if self._batch is None:
@@ -253,7 +251,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             PlanError: before plan(), or captured in a CUDA graph without use_cuda_graph.
             ValueError: for tensors or arguments that differ from the plan.
         """
-        if skip_softmax_threshold_scale_factor is not None:
+        if skip_softmax_threshold_scale_factor:
             neutral(skip_softmax_threshold_scale_factor=(skip_softmax_threshold_scale_factor, (None, 0, 0.0)))
         if window_left is not None:
             self._check_window(window_left)
@@ -262,7 +260,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 f"q_len_per_req is {q_len_per_req} in run(), {self._q_len_per_req} was planned; pass it to plan()"
             )
         k, v = self._views(paged_kv_cache)
-        extras = self._extras(args, sinks, kv_cache_sf, q, (k, v))
+        block_scales = None if kv_cache_sf is None else self._views(kv_cache_sf, "kv_cache_sf")
+        extras = self._extras(args, sinks, block_scales, q, (k, v))
         return self._attend(q, k, v, extras, (q_scale, k_scale, v_scale, None), out, lse, return_lse)
 
     run_return_lse = partialmethod(run, return_lse=True)
@@ -287,9 +286,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         causal = self._base is not None and self._base.spec.causal
         override = (causal, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         k, v = self._views(paged_kv_cache)
-        return self._attend(
-            q, k, v, None, (q_scale, k_scale, v_scale, None), None, None, return_lse, override=override
-        )
+        return self._attend(q, k, v, None, (q_scale, k_scale, v_scale, None), None, None, return_lse, override=override)
 
     forward_return_lse = partialmethod(forward, return_lse=True)
 
@@ -298,3 +295,8 @@ def _named(args: tuple[Any, ...]) -> dict[str, Any]:
     if len(args) > len(_LEGACY):
         raise TypeError(f"plan() got {len(args) + 7} positional arguments, it takes at most {len(_LEGACY) + 7}")
     return dict(zip(_LEGACY, args, strict=False))
+
+
+def _named_tables(tables: Tables, host_indptr: Tensor | None) -> dict[str, Tensor]:
+    """What lengths are read from, under the names of plan()'s arguments."""
+    return {"indptr": tables[0] if host_indptr is None else host_indptr, "last_page_len": tables[2]}

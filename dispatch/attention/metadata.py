@@ -87,9 +87,7 @@ def _lengths(
         raise ValueError(f"{name} gives a sequence the length {value}, it must not be negative; correct it")
     if int(qo_indptr[0]) != 0:
         raise ValueError(f"{names[0]}[0] is {int(qo_indptr[0])}, it must be 0; slice q instead")
-    return Lengths(
-        qo_indptr, kv_indptr, last, q_len, kv_len, max_q, max_kv, int(qo_indptr[-1]), int(kv_indptr[-1])
-    )
+    return Lengths(qo_indptr, kv_indptr, last, q_len, kv_len, max_q, max_kv, int(qo_indptr[-1]), int(kv_indptr[-1]))
 
 
 @lru_cache(maxsize=4096)

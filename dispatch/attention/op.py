@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernelmux.capabilities import AttentionSpec, Batch, FallbackWarning, Reason, Request, Runner, RunExtras, Unsupported
+from kernelmux.capabilities import (
+    AttentionSpec,
+    Batch,
+    FallbackWarning,
+    Reason,
+    Request,
+    RunExtras,
+    Runner,
+    Unsupported,
+)
 from kernelmux.dispatch import log
 from kernelmux.dispatch.attention import reference
 from kernelmux.dispatch.decision import Decision

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelmux.capabilities import dtype_name
+from kernelmux.capabilities import SettingError, dtype_name
+from kernelmux.dispatch import settings as environment
+from kernelmux.dispatch import state
 from kernelmux.dispatch.attention.metadata import Lengths, check_bound, check_equal
-from kernelmux.dispatch.state import settings
 
 DType = torch.dtype | str
+FLASHINFER_BACKENDS = ("fa2", "fa3", "cutlass", "trtllm-gen", "trtllm-native", "xqa", "cute-dsl", "cake")
 
 
 def dtype_argument(name: str, value: DType) -> torch.dtype:
@@ -123,5 +125,35 @@ class DecodeOptions:
     def check(self, lengths: Lengths) -> None:
         """What the caller promised must hold."""
         check_bound("max_sequence_kv", self.max_sequence_kv, lengths.max_kv_len, "the longest sequence")
-        if settings().check:
+        if state.settings().check:
             check_equal("seq_lens", self.seq_lens, lengths.kv_len)
+
+
+def check_promises(
+    lengths: Lengths,
+    uniform_q_len: int | None,
+    max_token_per_sequence: int | None,
+    max_sequence_kv: int | None,
+    seq_lens: Tensor | None,
+    seq_lens_q: Tensor | None,
+) -> None:
+    """What the caller of a prefill plan() promised about lengths must hold."""
+    check_bound("max_token_per_sequence", max_token_per_sequence, lengths.max_q_len, "the longest query")
+    check_bound("max_sequence_kv", max_sequence_kv, lengths.max_kv_len, "the longest sequence")
+    if uniform_q_len is not None and lengths.size and not bool((lengths.q_len == uniform_q_len).all()):
+        raise ValueError(f"uniform_q_len is {uniform_q_len}, qo_indptr gives other lengths; leave it out")
+    if state.settings().check:
+        check_equal("seq_lens", seq_lens, lengths.kv_len)
+        check_equal("seq_lens_q", seq_lens_q, lengths.q_len)
+
+
+def check_backend(name: str) -> None:
+    """SettingError for a name that is no backend of ours."""
+    if name == "auto":
+        return
+    try:
+        environment.parse_choice(name, state.backend_names(), "argument backend", exact=True)
+    except SettingError as error:
+        if name in FLASHINFER_BACKENDS:
+            raise SettingError(f"{error} ({name!r} is FlashInfer's; kernelmux.flashinfer takes it as a hint)") from None
+        raise

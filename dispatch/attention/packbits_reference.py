@@ -29,5 +29,5 @@ def segment_packbits(x: Tensor, indptr: Tensor, packed_indptr: Tensor, bitorder:
 
 def _shifts(bitorder: str, device: torch.device) -> Tensor:
     """How far bit i of a byte is shifted."""
-    order = range(8) if bitorder == "little" else range(7, -1, -1)
-    return torch.tensor(list(order), dtype=torch.uint8, device=device)
+    bit = torch.arange(8, dtype=torch.uint8, device=device)
+    return bit if bitorder == "little" else 7 - bit

@@ -58,7 +58,9 @@ def fill_mask_buffers(mask: tuple[Tensor, Tensor], buffers: tuple[Tensor | None,
             "must be uint8 and int32; make them so"
         )
     if packed.numel() > mask_buf.numel():
-        raise ValueError(f"custom_mask needs {packed.numel()} bytes, custom_mask_buf has {mask_buf.numel()}; enlarge it")
+        raise ValueError(
+            f"custom_mask needs {packed.numel()} bytes, custom_mask_buf has {mask_buf.numel()}; enlarge it"
+        )
     if offsets.numel() != indptr_buf.numel():
         raise ValueError(
             f"mask_indptr needs {offsets.numel()} entries, mask_indptr_buf has {indptr_buf.numel()}; make it batch + 1"

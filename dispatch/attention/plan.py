@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelmux.capabilities import Batch, PlanError, Runner, RunExtras, Unsupported
+from kernelmux.capabilities import Batch, PlanError, RunExtras, Runner, Unsupported
 from kernelmux.dispatch.attention.op import GRAD, LSE, Choice, needs_grad, nothing, uses_of
 from kernelmux.dispatch.attention.reference import reference
 from kernelmux.dispatch.attention.spec import Interned
@@ -38,7 +38,14 @@ class Plan:
         self.uses = 0  # of the last run
 
     def execute(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sm_scale: float, extras: RunExtras | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        sm_scale: float,
+        extras: RunExtras | None,
     ) -> None:
         """Run the kernel of this call's features, choosing and planning it on first use."""
         capturing = False
@@ -98,7 +105,7 @@ class Plan:
     def _refresh(self, capturing: bool) -> None:
         """Rebuild the derived metadata from the buffers: on every eager run, once per stream of a capture."""
         batch = self.batch
-        mark = _capture() if capturing else None
+        mark: tuple[int, ...] | None = _capture() if capturing else None
         if mark is not None:
             index = (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.last_page_len)
             mark = (*mark, *(t._version for t in index if t is not None))

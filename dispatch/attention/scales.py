@@ -40,7 +40,8 @@ def per_head(args: tuple[object, ...], num_qo_heads: int, num_kv_heads: int) -> 
             "user-written attention variants are not supported"
         )
     found = []
-    for name, t, heads in zip(("scale_q", "scale_k", "scale_v"), args, (num_qo_heads, *[num_kv_heads] * 2), strict=True):
+    expected = {"scale_q": num_qo_heads, "scale_k": num_kv_heads, "scale_v": num_kv_heads}
+    for (name, heads), t in zip(expected.items(), args, strict=True):
         if not isinstance(t, Tensor) or t.numel() != heads or not t.dtype.is_floating_point:
             got = f"{list(t.shape)} of {dtype_name(t.dtype)}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
             raise ValueError(f"{name} is {got}, it must be float32 [{heads}]; one value per head")

@@ -1,40 +1,26 @@
 """What the batch attention wrappers share: workspaces, planned state, and one run."""
 
+import inspect
 import math
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kernelmux.capabilities import Batch, PlanError, RunExtras, SettingError
-from kernelmux.dispatch import settings as environment
+from kernelmux.capabilities import Batch, PlanError, RunExtras
 from kernelmux.dispatch import state
 from kernelmux.dispatch.attention import compiled, results, scales
+from kernelmux.dispatch.attention.batches import FixedBuffers, IndexTensor
 from kernelmux.dispatch.attention.metadata import Lengths
+from kernelmux.dispatch.attention.options import check_backend
 from kernelmux.dispatch.attention.plan import Plan
 from kernelmux.dispatch.attention.scales import Scale
-from kernelmux.dispatch.attention.spec import Interned, intern
+from kernelmux.dispatch.attention.spec import Interned
 from kernelmux.dispatch.attention.workspace import Workspaces
 from kernelmux.dispatch.page.cache import LAYOUTS
 
-FLASHINFER_BACKENDS = ("fa2", "fa3", "cutlass", "trtllm-gen", "trtllm-native", "xqa", "cute-dsl", "cake")
 
-
-class IndexTensor:
-    """A private attribute holding an index tensor. Engines replace it after plan(); the next run() reads the new one."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.slot = "kept" + name
-
-    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
-        return self if wrapper is None else wrapper.__dict__.get(self.slot)
-
-    def __set__(self, wrapper: Any, value: Tensor | None) -> None:
-        wrapper.__dict__[self.slot] = value
-        wrapper._replaced = True
-
-
-class AttentionWrapper(Workspaces):
+class AttentionWrapper(Workspaces, FixedBuffers):
     """Plan once per batch, run once per layer."""
 
     _phase: ClassVar[str]
@@ -178,7 +164,40 @@ class AttentionWrapper(Workspaces):
         self._activate(active)
         self._batch_size = batch.size
 
+    def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Bytes of the float and integer workspace that a plan() with these arguments needs: none, (0, 0).
+
+        Kernels take temporaries from torch's allocator, which serves CUDA graphs too. The arguments are plan()'s.
+        """
+        inspect.signature(type(self).plan).bind(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return 0, 0
+
     # -- running ------------------------------------------------------------------------------------------------
+
+    def _extras(
+        self,
+        args: tuple[object, ...],
+        sinks: Tensor | None,
+        block_scales: tuple[Tensor, Tensor] | None,
+        q: Tensor,
+        kv: tuple[Tensor, Tensor],
+    ) -> RunExtras | None:
+        """The arguments of run() that most calls leave out."""
+        packed = self._kv_packing == 2
+        if (block_scales is not None) != packed:
+            given = "given, but the planned cache is not NVFP4" if not packed else "None, an NVFP4 cache needs it"
+            raise ValueError(f"kv_cache_sf is {given}; pass the block scales of a uint8 cache, and only of that")
+        if not args and sinks is None and not packed:
+            return None
+        extras = RunExtras()
+        if sinks is not None:
+            extras.sinks = scales.sink_values(sinks, self._num_qo_heads, q.device)
+        if args:
+            found = scales.per_head(args, self._num_qo_heads, self._num_kv_heads)
+            extras.scale_q, extras.scale_k, extras.scale_v = found
+        if block_scales is not None:
+            extras.k_sf, extras.v_sf = scales.block_scales(block_scales, kv)
+        return extras
 
     def _attend(
         self,
@@ -205,7 +224,9 @@ class AttentionWrapper(Workspaces):
         shape = (q.shape[0], self._num_qo_heads, v.shape[-1] * self._kv_packing)
         result = results.output(out, shape, dtype, q, k, v, self._use_cuda_graph)
         rescaled = not (scales.is_one(v_scale) and scales.is_one(o_scale))
-        computed = torch.empty(shape, dtype=torch.bfloat16, device=q.device) if rescaled and dtype.itemsize == 1 else result
+        computed = (
+            torch.empty(shape, dtype=torch.bfloat16, device=q.device) if rescaled and dtype.itemsize == 1 else result
+        )
         sums = results.lse_buffer(lse, lse_form, shape[:2], q) if return_lse or lse is not None else None
         if torch.compiler.is_compiling():
             compiled.run(self._handle, q, k, v, computed, sums, factor, extras, override)
@@ -254,15 +275,3 @@ class AttentionWrapper(Workspaces):
         raise ValueError(
             f"q has {q.shape[0]} rows, plan() was told {planned}; pass the planned rows or call plan() for this batch"
         )
-
-
-def check_backend(name: str) -> None:
-    """SettingError for a name that is no backend of ours."""
-    if name == "auto":
-        return
-    try:
-        environment.parse_choice(name, state.backend_names(), "argument backend", exact=True)
-    except SettingError as error:
-        if name in FLASHINFER_BACKENDS:
-            raise SettingError(f"{error} ({name!r} is FlashInfer's; kernelmux.flashinfer takes it as a hint)") from None
-        raise
