@@ -238,6 +238,24 @@ def test_each_feature(name: str, page: int) -> None:
     case(*([] if name == "plain" else [name]), page=page).check()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (HALF, F8), (F8W, F8W)], ids=str)
+@pytest.mark.parametrize("name", ["plain", *FEATURES])
+def test_each_feature_on_a_gpu(name: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """The same values as on the CPU, lengths known on the host or not."""
+    c = case(*([] if name == "plain" else [name]), q_dtype=dtypes[0], kv_dtype=dtypes[1])
+    want, batch = c.run(), c.batch()
+    moved = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init and f.name != "_derived"}
+    moved = {name: v.cuda() if isinstance(v, Tensor) else v for name, v in moved.items()} | {"device": batch.device}
+    extras = RunExtras(**{n: v.cuda() if isinstance(v, Tensor) else v for n, v in c.extras.items()})
+    k, v = (c.store(parts, torch.Generator().manual_seed(1))[0].cuda() for parts in (c.ks, c.vs))
+    for lens in ({}, {"q_lens": None, "kv_lens": None}):
+        there = Batch(**(moved | {"device": k.device} | lens))
+        out, lse = torch.full_like(want[0], 77.0).cuda(), torch.full_like(want[1], 77.0).cuda()
+        reference(c.spec(), there)(c.q.cuda(), k, v, out, lse, c.scale, extras)
+        torch.testing.assert_close((out.cpu(), lse.cpu()), want, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("names", pairs(), ids="+".join)
 def test_pairs_of_features(names: tuple[str, str]) -> None:
     case(*names, q_lens=(3, 4), kv_lens=(7, 11), page=4).check()

@@ -14,7 +14,7 @@ from kernelmux.dispatch.page.nvfp4_append import nvfp4_quantize_append_paged_kv_
 from kernelmux.dispatch.page.nvfp4_append_mla import nvfp4_quantize_append_paged_mla_kv_cache
 from kernelmux.dispatch.page.nvfp4_slots import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
 from kernelmux.dispatch.quantization.nvfp4_kv import nvfp4_kv_dequantize, nvfp4_kv_quantize
-from kernelmux.dispatch.quantization.nvfp4_kv_reference import E2M1, encode_e2m1
+from kernelmux.dispatch.quantization.nvfp4_kv_reference import E2M1, decode_e2m1, encode_e2m1
 
 F8 = torch.float8_e4m3fn
 
@@ -49,6 +49,7 @@ def test_e2m1_rounds_to_nearest_even() -> None:
     want = [0, 2, 2, 4, 4, 6, 6, 1, 1, 2, 5, 7, 7, 7, 8, 9]
     assert encode_e2m1(x).tolist() == want
     assert encode_e2m1(torch.tensor(E2M1)).tolist() == list(range(8))
+    assert decode_e2m1(torch.arange(16), torch.float64).tolist() == [*E2M1, *(-v for v in E2M1)]
     assert [nearest(v) for v in x.clamp(max=1000).tolist()] == want
 
 
@@ -85,6 +86,17 @@ def test_default_output_and_exact_values() -> None:
     x = torch.tensor([*E2M1, *(-v for v in E2M1)]).view(1, 16).repeat(2, 2) * 4
     got = nvfp4_kv_dequantize(*nvfp4_kv_quantize(x, one(2.0)), one(2.0))
     assert got.dtype == torch.bfloat16 and torch.equal(got.float(), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    x = rows(64, 128, dtype=dtype)
+    fp4, scales = nvfp4_kv_quantize(x, one(0.7))
+    got = nvfp4_kv_quantize(x.cuda(), one(0.7).cuda())
+    assert torch.equal(got[0].cpu(), fp4) and torch.equal(got[1].cpu(), scales)
+    back = nvfp4_kv_dequantize(*got, one(0.7).cuda(), dtype)
+    assert torch.equal(back.cpu(), nvfp4_kv_dequantize(fp4, scales, one(0.7), dtype))
 
 
 def test_strided_and_empty() -> None:

@@ -35,6 +35,16 @@ def test_segments(lengths: list[int], bitorder: str, dtype: torch.dtype) -> None
     assert indptr.dtype == torch.int32 and indptr.tolist() == [0, *np.cumsum([len(p) for p in parts])]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("bitorder", ["big", "little"])
+def test_on_a_gpu(bitorder: str) -> None:
+    x, indptr = torch.rand(100, generator=torch.Generator().manual_seed(1)) < 0.5, torch.tensor([0, 3, 3, 51, 100])
+    assert packbits(x.cuda(), bitorder).tolist() == packbits(x, bitorder).tolist()
+    for there in (indptr, indptr.cuda()):
+        got, want = segment_packbits(x.cuda(), there, bitorder), segment_packbits(x, indptr, bitorder)
+        assert [t.tolist() for t in got] == [t.tolist() for t in want]
+
+
 def test_elements_outside_every_segment_are_left_out() -> None:
     x = torch.ones(12, dtype=torch.bool)
     y, indptr = segment_packbits(x, torch.tensor([2, 4, 9]), bitorder="little")

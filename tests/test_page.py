@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kernelmux
 from kernelmux.capabilities import NoKernelError
-from kernelmux.dispatch.page import append
+from kernelmux.dispatch.page import append, reference
 from kernelmux.dispatch.page.append import append_paged_kv_cache
 from kernelmux.dispatch.page.append_mla import append_paged_mla_kv_cache
 from kernelmux.dispatch.page.cache import paged_views
@@ -69,6 +69,28 @@ def test_append(page: int, layout: str, form: str, dtype: torch.dtype) -> None:
     order = torch.randperm(len(p.tokens), generator=torch.Generator().manual_seed(3))
     append_paged_kv_cache(k[order], v[order], p.batch[order], p.positions[order], cache, *p.table, layout)
     assert all(same(got, w) for got, w in zip(paged_views(cache, layout), want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_append_on_a_gpu(dtype: torch.dtype) -> None:
+    """The same bytes as on the CPU, without a host sync, padding dropped."""
+    p, heads, dim = Pages(3), 2, 5
+    k = values(12, heads, dim, dtype=dtype)
+    want, batch = torch.zeros(p.pages, 2, 3, heads, dim).to(dtype), torch.cat((p.batch, ints([-1] * 3)))
+    positions, got = torch.cat((p.positions, ints([10**6] * 3))), want.cuda()
+    append_paged_kv_cache(k, k, batch, positions, want, *p.table)
+    there = [t.cuda() for t in (k, k, batch, positions)]
+    table = [t.cuda() for t in p.table]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        reference.append_paged_kv_cache(*there, *paged_views(got, "NHD"), *table[:2])
+        got_positions = get_batch_indices_positions(table[1], table[2], 12)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert same(got.cpu(), want)
+    for a, b in zip(got_positions, get_batch_indices_positions(p.indptr, p.last, 12), strict=True):
+        assert torch.equal(a.cpu(), b)
 
 
 def test_page_size_one_without_its_dim() -> None:

@@ -20,6 +20,13 @@ def encode_e2m1(x: Tensor) -> Tensor:
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
+def decode_e2m1(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values of codes 0..15: sign, two bits of exponent, one of mantissa. No table, so nothing is copied to a device."""
+    size, mantissa = codes & 7, codes & 1
+    quarters = torch.where(size < 2, 2 * mantissa, (2 + mantissa) << (size >> 1))
+    return quarters.to(dtype) / 4 * (1 - 2 * (codes >> 3).to(dtype))
+
+
 def pack_nvfp4(x: Tensor, global_scale: Tensor | float) -> tuple[Tensor, Tensor]:
     """Quantise the last dim (a multiple of 16) of x: (uint8 [..., dim/2], float8_e4m3fn [..., dim/16]).
 
@@ -36,10 +43,9 @@ def pack_nvfp4(x: Tensor, global_scale: Tensor | float) -> tuple[Tensor, Tensor]
 
 def unpack_nvfp4(packed: Tensor, block_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Values [..., 2 * packed dim] of `dtype`, without the global scale. Scales are float8_e4m3fn, or their bytes."""
-    table = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=dtype, device=packed.device)
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     scales = block_scales.view(torch.float8_e4m3fn) if block_scales.dtype == torch.uint8 else block_scales
-    return table[codes.long()] * scales.to(dtype).repeat_interleave(BLOCK, dim=-1)
+    return decode_e2m1(codes, dtype) * scales.to(dtype).repeat_interleave(BLOCK, dim=-1)
 
 
 def nvfp4_kv_quantize(
