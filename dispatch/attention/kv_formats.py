@@ -16,11 +16,16 @@ def gather(
     pages that hold these keys are looked up, and nothing but these keys takes part in arithmetic. With `block_scales`
     (same form, last dim / 16) the cache holds NVFP4.
     """
-    take = _ragged if batch.page_size == 0 else _paged
-    data = take(cache, batch, index, keys)
+    data = _take(cache, batch, index, keys)
     if block_scales is None:
         return data.to(dtype)
-    return unpack_nvfp4(data, take(block_scales, batch, index, keys), dtype)
+    return unpack_nvfp4(data, _take(block_scales, batch, index, keys), dtype)
+
+
+def _take(cache: Tensor, batch: Batch, index: int, keys: tuple[int, int]) -> Tensor:
+    source = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # not every device indexes 8-bit floats
+    take = _ragged if batch.page_size == 0 else _paged
+    return take(source, batch, index, keys).view(cache.dtype)
 
 
 def _ragged(rows: Tensor, batch: Batch, index: int, keys: tuple[int, int]) -> Tensor:

@@ -21,7 +21,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 
 def decode_e2m1(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values of codes 0..15: sign, two bits of exponent, one of mantissa. No table, so nothing is copied to a device."""
+    """Values of codes 0..15: sign, two bits of exponent, one of mantissa. Without a table, to copy none to a GPU."""
     size, mantissa = codes & 7, codes & 1
     quarters = torch.where(size < 2, 2 * mantissa, (2 + mantissa) << (size >> 1))
     return quarters.to(dtype) / 4 * (1 - 2 * (codes >> 3).to(dtype))
