@@ -79,7 +79,7 @@ class Op:
         self.eager: Run | None = None  # what the torch.compile op runs: a call in the schema's argument order
         self._refused: dict[Any, dict[str, Reason]] = {}
         self._warned: set[str] = set()
-        self._bucket: Run | None = None
+        self.bucket: Run = self._first_bucket  # key part of the growing dims, given in the order of `growing`
         OPS[name] = self
         if schema:
             self._define(schema, tags)
@@ -90,24 +90,25 @@ class Op:
         torch.library.register_fake(f"kernelmux::{self.name}", lambda *args: None, lib=_library)
 
     def reset(self) -> None:
-        self.cache, self._refused, self._bucket = {}, {}, None
+        self.cache, self._refused, self.bucket = {}, {}, self._first_bucket
 
     def candidates(self) -> Candidates:
         return Candidates(registry.kernels_of(self.name), self.reference)
 
     # -- keys ---------------------------------------------------------------------------------------------------
 
-    def bucket(self, *values: int) -> Any:
-        """Key part of the growing dims, given in the order of `growing`: equal parts give equal decisions."""
-        return (self._bucket or self._build_bucket())(*values)
-
-    def _build_bucket(self) -> Run:
+    def _first_bucket(self, *values: int) -> Any:
+        """`bucket` until its first call: equal parts of a key give equal decisions."""
         steps = [self._step(dim) for dim in self.growing]
-        if len(steps) == 1:
-            self._bucket = steps[0]
-        else:
-            self._bucket = lambda *values: tuple([step(v) for step, v in zip(steps, values, strict=True)])
-        return self._bucket
+        self.bucket = steps[0] if len(steps) == 1 else self._joint(steps)
+        return self.bucket(*values)
+
+    @staticmethod
+    def _joint(steps: Sequence[Callable[[int], int]]) -> Run:
+        if len(steps) == 2:
+            one, two = steps
+            return lambda first, second: (one(first), two(second))
+        return lambda *values: tuple([step(value) for step, value in zip(steps, values, strict=True)])
 
     def _step(self, dim: str) -> Callable[[int], int]:
         limits = [k.support.dims[dim] for k in self.candidates().kernels if dim in k.support.dims]
