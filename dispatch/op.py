@@ -38,8 +38,9 @@ class Op:
     """One operation. `name` is its torch.compile name too; `growing` lists the dims that enter keys by bucket.
 
     `describe(*args)` validates a call in the kernels' argument order and returns its Request; `dims`, `roles` and
-    `features` are the names that its Requests may use, for `kernelmux explain`. `phases` narrows environment variables. `planned`: kernels are `plan(spec, batch) -> run`. `check(*args)`: deep checks of metadata
-    values, run before each call when KERNELMUX_CHECK=1. `schema` is "(Tensor input, …, Tensor(a!) out) -> ()".
+    `features` are the names that its Requests may use, for `kernelmux explain`. `phases` narrows environment
+    variables. `planned`: kernels are `plan(spec, batch) -> run`. `check(*args)`: deep checks of metadata values, run
+    before each call when KERNELMUX_CHECK=1. `schema` is "(Tensor input, …, Tensor(a!) out) -> ()".
     """
 
     def __init__(
