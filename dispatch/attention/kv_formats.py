@@ -23,9 +23,10 @@ def gather(
 
 
 def _take(cache: Tensor, batch: Batch, index: int, keys: tuple[int, int]) -> Tensor:
-    source = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # not every device indexes 8-bit floats
     take = _ragged if batch.page_size == 0 else _paged
-    return take(source, batch, index, keys).view(cache.dtype)
+    if cache.dtype.itemsize > 1:
+        return take(cache, batch, index, keys)
+    return take(cache.view(torch.uint8), batch, index, keys).view(cache.dtype)  # some devices index no 8-bit floats
 
 
 def _ragged(rows: Tensor, batch: Batch, index: int, keys: tuple[int, int]) -> Tensor:
