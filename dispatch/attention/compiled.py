@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernelmux.capabilities import PlanError, RunExtras
 
-_EXTRAS = (
+EXTRAS = (
     "Tensor? sinks, Tensor? k_sf, Tensor? v_sf, Tensor? scale_q, Tensor? scale_k, Tensor? scale_v, Tensor? qk_scale, "
     "Tensor? ranges, int causal_window_left, int range_window_left"
 )
@@ -17,7 +17,7 @@ _OVERRIDE = (
     "bool causal, str? pos_encoding_mode, int window_left, float? logits_soft_cap, float? sm_scale, float? rope_scale, "
     "float? rope_theta"
 )
-_library = torch.library.Library("kernelmux", "FRAGMENT")
+library = torch.library.Library("kernelmux", "FRAGMENT")
 _handles = itertools.count(1)
 
 
@@ -43,6 +43,7 @@ def register(wrapper: Any) -> int:
 
 def run(
     handle: int,
+    override: tuple[Any, ...] | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -50,14 +51,16 @@ def run(
     lse: Tensor | None,
     factor: float,
     extras: RunExtras | None,
-    override: tuple[Any, ...] | None,
 ) -> None:
     """Call the custom op; traced by torch.compile."""
+    refuse_grad(q, k, v)
+    overridden = override or (False, None, -1, None, None, None, None)
+    torch.ops.kernelmux.attention_run(handle, q, k, v, out, lse, factor, *flatten(extras), *overridden)
+
+
+def refuse_grad(q: Tensor, k: Tensor, v: Tensor) -> None:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("an input requires grad under torch.compile, which attention does not support; use no_grad()")
-    torch.ops.kernelmux.attention_run(
-        handle, q, k, v, out, lse, factor, *flatten(extras), *(override or (False, None, -1, None, None, None, None))
-    )
 
 
 def flatten(extras: RunExtras | None) -> tuple[Any, ...]:
@@ -84,13 +87,13 @@ def _attention_run(
     wrapper._execute(q, k, v, out, lse, factor, unflatten(rest[:10]))
 
 
-def _nothing(*args: Any) -> None:
+def no_results(*args: Any) -> None:
     """Results are allocated by the caller."""
 
 
-_library.define(
+library.define(
     "attention_run(int plan, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, float factor, "
-    f"{_EXTRAS}, {_OVERRIDE}) -> ()"
+    f"{EXTRAS}, {_OVERRIDE}) -> ()"
 )
-_library.impl("attention_run", _attention_run, "CompositeExplicitAutograd")
-torch.library.register_fake("kernelmux::attention_run", _nothing, lib=_library)
+library.impl("attention_run", _attention_run, "CompositeExplicitAutograd")
+torch.library.register_fake("kernelmux::attention_run", no_results, lib=library)

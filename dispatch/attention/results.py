@@ -61,10 +61,8 @@ def lse_buffer(lse: Tensor | None, form: tuple[str, str], shape: tuple[int, ...]
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
-def finish_lse(sums: Tensor | None, lse: Tensor | None, form: tuple[str, str]) -> Tensor | None:
+def finish_lse(sums: Tensor, lse: Tensor | None, form: tuple[str, str]) -> Tensor:
     """The log-sum-exp in the form that the caller asked for, in its buffer if it gave one."""
-    if sums is None:
-        return None
     base, layout = form
     if base == "ln":
         sums.mul_(LN2)

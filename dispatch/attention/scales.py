@@ -102,3 +102,24 @@ def extras_with(extras: RunExtras | None, held: Tensor | None) -> RunExtras | No
     extras = extras or RunExtras()
     extras.qk_scale = held
     return extras
+
+
+def single_extras(
+    given: tuple[Tensor | None, ...] | None, sf: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, v: Tensor
+) -> RunExtras | None:
+    """Extra arguments of a call with one sequence; per-head scales that are None are 1."""
+    if (sf is not None) != (k.dtype == torch.uint8):
+        raise ValueError(
+            f"kv_cache_sf is {'given' if sf is not None else 'None'} and k {dtype_name(k.dtype)}; pass the block "
+            "scales of uint8 (NVFP4) keys and values, and only of those"
+        )
+    if given is None and sf is None:
+        return None
+    extras = RunExtras()
+    if given is not None:
+        heads = (q.shape[1], k.shape[1], k.shape[1])
+        whole = tuple(q.new_ones(n, dtype=torch.float32) if t is None else t for t, n in zip(given, heads, strict=True))
+        extras.scale_q, extras.scale_k, extras.scale_v = per_head(whole, q.shape[1], k.shape[1])
+    if sf is not None:
+        extras.k_sf, extras.v_sf = block_scales(sf, (k, v))
+    return extras

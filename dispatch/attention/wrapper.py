@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from kernelmux.capabilities import Batch, PlanError, RunExtras
 from kernelmux.dispatch import state
 from kernelmux.dispatch.attention import compiled, results, scales
+from kernelmux.dispatch.attention.attend import Launch, Result, attend
 from kernelmux.dispatch.attention.batches import FixedBuffers, IndexTensor
 from kernelmux.dispatch.attention.metadata import Lengths
 from kernelmux.dispatch.attention.options import check_backend
@@ -212,35 +214,17 @@ class AttentionWrapper(Workspaces, FixedBuffers):
         lse_form: tuple[str, str] = ("log2", "NH"),
         override: tuple[Any, ...] | None = None,
     ) -> Any:
-        """One call of run(): results allocated, scales folded, the kernel, then conversions of its results."""
+        """One call of run(): the kernel of the plan, or the custom op that finds it under torch.compile."""
         dtype = self._cached_o_data_type
         if dtype is None:
             raise PlanError(f"{type(self).__name__}.run() is called before plan(); call plan() for this batch first")
-        q_scale, k_scale, v_scale, o_scale = qkvo_scale
-        factor = 1.0
-        if q_scale is not None or k_scale is not None:
-            factor, held = scales.fold(q_scale, k_scale)
-            extras = scales.extras_with(extras, held)
-        shape = (q.shape[0], self._num_qo_heads, v.shape[-1] * self._kv_packing)
-        result = results.output(out, shape, dtype, q, k, v, self._use_cuda_graph)
-        rescaled = not (scales.is_one(v_scale) and scales.is_one(o_scale))
-        computed = (
-            torch.empty(shape, dtype=torch.bfloat16, device=q.device) if rescaled and dtype.itemsize == 1 else result
-        )
-        sums = results.lse_buffer(lse, lse_form, shape[:2], q) if return_lse or lse is not None else None
+        launch: Launch = self._execute
         if torch.compiler.is_compiling():
-            compiled.run(self._handle, q, k, v, computed, sums, factor, extras, override)
-        else:
-            if override is not None:
-                self._override(*override)
-            self._execute(q, k, v, computed, sums, factor, extras)
-        if rescaled:
-            scales.rescale(result, computed, v_scale, o_scale)
-        if not return_lse:
-            if lse is not None:
-                results.finish_lse(sums, lse, lse_form)
-            return result
-        return result, results.finish_lse(sums, lse, lse_form)
+            launch = partial(compiled.run, self._handle, override)
+        elif override is not None:
+            self._override(*override)
+        result = Result(dtype, self._num_qo_heads, v.shape[-1] * self._kv_packing, self._use_cuda_graph)
+        return attend(launch, result, (q, k, v), extras, qkvo_scale, out, lse, return_lse, lse_form)
 
     def _execute(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, factor: float, extras: RunExtras | None
