@@ -87,8 +87,14 @@ class Op:
 
     def _define(self, schema: str, tags: Sequence[torch.Tag]) -> None:
         _library.define(self.name + schema, tags=tuple(tags))
-        _library.impl(self.name, lambda *args: self.eager(*args), "CompositeExplicitAutograd")  # type: ignore[misc]
+        _library.impl(self.name, self._run_eager, "CompositeExplicitAutograd")
         torch.library.register_fake(f"kernelmux::{self.name}", lambda *args: None, lib=_library)
+
+    def _run_eager(self, *args: Any) -> None:
+        """What the compiled graph runs: results go to the mutated arguments, nothing is returned."""
+        if self.eager is None:
+            raise RegistryError(f"op {self.name} has a schema but no eager form; set {self.name.upper()}.eager")
+        self.eager(*args)
 
     def reset(self) -> None:
         self.cache, self._refused, self.bucket = {}, {}, self._first_bucket
