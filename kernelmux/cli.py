@@ -14,12 +14,13 @@ import kernelmux
 from kernelmux.capabilities import PRESETS, KernelMuxError, Request, detect, dtype_name, dtype_of, preset
 from kernelmux.capabilities.kernel import Kernel
 from kernelmux.capabilities.verified import verified
+from kernelmux.cli_generate import generate
 from kernelmux.dispatch import registry
 from kernelmux.dispatch.decision import Decision, by_gravity
 from kernelmux.dispatch.explain import explain as decide
 from kernelmux.dispatch.state import OPS, settings
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=kernelmux.__doc__)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=kernelmux.__doc__)
 out = Console()
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -210,6 +211,9 @@ def as_plain(decision: Decision) -> dict[str, Any]:
             for v in by_gravity(decision.verdicts, decision.ranked)
         ],
     }
+
+
+app.command()(generate)
 
 
 def main() -> None:
