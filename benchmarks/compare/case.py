@@ -50,8 +50,9 @@ class Side:
         if name.startswith("__"):
             raise AttributeError(name)
         for module in self._load():
-            if hasattr(module, name):
-                return getattr(module, name)
+            found = getattr(module, name, None)
+            if found is not None and not isinstance(found, types.ModuleType):
+                return found
         raise Missing(f"{self.package} has no {name}")
 
     def _load(self) -> list[types.ModuleType]:
