@@ -64,8 +64,8 @@ def _check_caches(k_rope: Tensor, k_nope: Tensor | None, v: Tensor | None, k_cac
             raise shape_error(OP, "v", v, ["tokens", *heads, "head_dim"], "give it the heads of k_rope")
     for cache, width in zip((k_cache, v_cache), wanted, strict=True):
         if list(cache.shape[2:]) != [*heads, width]:
-            want = ["pages", "page_size", *heads, width]
-            raise shape_error(OP, "paged_kv_cache", cache, want, "this is its NHD form; make it fit the parts")
+            form = ["pages", "page_size", *heads, width]
+            raise shape_error(OP, "paged_kv_cache", cache, form, "this is its NHD form; make it fit the parts")
     if k_cache.shape[:2] != v_cache.shape[:2]:
         got = f"{list(k_cache.shape[:2])} and {list(v_cache.shape[:2])}"
         raise ValueError(f"{OP}: caches have [pages, page_size] of {got}; give both the same pages")
