@@ -153,6 +153,14 @@ def single_prefill_with_kv_cache(
 
 
 single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
+single_prefill_with_kv_cache_return_lse.__doc__ = """single_prefill_with_kv_cache with return_lse=True.
+
+Source: FlashInfer's function of that name.
+
+>>> out, lse = single_prefill_with_kv_cache_return_lse(torch.randn(3, 8, 64), *torch.randn(2, 100, 2, 64))
+>>> out.shape, lse.shape
+(torch.Size([3, 8, 64]), torch.Size([3, 8]))
+"""
 
 
 def _views(k: Tensor, v: Tensor, kv_layout: str) -> tuple[Tensor, Tensor]:
