@@ -46,6 +46,12 @@ def is_prime(n):
     return True
 
 
+def greatest_common_divisor(a, b):
+    while b:
+        a, b = b, a % b
+    return a
+
+
 def main():
     for number in fibonacci(20):
         if is_prime(number):
