@@ -44,9 +44,7 @@ def prefill(case: Any, **plan: Any) -> BatchPrefillWithPagedKVCacheWrapper:
 
 def ragged(case: Any, **plan: Any) -> BatchPrefillWithRaggedKVCacheWrapper:
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(), case.layout)
-    wrapper.plan(
-        case.qo_indptr, offsets(case.kv_lens), *case.heads, *case.dims, **{"q_data_type": case.dtype} | plan
-    )
+    wrapper.plan(case.qo_indptr, offsets(case.kv_lens), *case.heads, *case.dims, **{"q_data_type": case.dtype} | plan)
     return wrapper
 
 
@@ -362,7 +360,9 @@ def test_results_go_where_the_caller_wants_them() -> None:
 
 def test_a_wrapper_is_planned_again_for_other_batches() -> None:
     wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace())
-    for seed, (q_lens, kv_lens) in enumerate([((2, 1), (5, 9)), ((4,), (4,)), ((1, 1, 1), (0, 17, 2)), ((2, 1), (5, 9))]):
+    for seed, (q_lens, kv_lens) in enumerate(
+        [((2, 1), (5, 9)), ((4,), (4,)), ((1, 1, 1), (0, 17, 2)), ((2, 1), (5, 9))]
+    ):
         case = Paged(q_lens=q_lens, kv_lens=kv_lens, seed=seed)
         wrapper.plan(case.qo_indptr, *case.tables, *case.heads, 16, 16, causal=seed % 2 == 0, q_data_type=F32)
         for _ in range(2):
@@ -373,7 +373,12 @@ def test_forward_replaces_what_was_planned() -> None:
     case = Paged()
     wrapper = prefill(case, causal=True, window_left=4, logits_soft_cap=3.0, sm_scale=0.2)
     close(wrapper.forward(case.q, case.pair), case.expect()[0])
-    assert (wrapper._causal, wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale) == (False, -1, 0.0, 0.25)
+    assert (wrapper._causal, wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale) == (
+        False,
+        -1,
+        0.0,
+        0.25,
+    )
     out, lse = wrapper.forward_return_lse(
         case.q, case.pair, causal=True, window_left=2, logits_soft_cap=1.5, sm_scale=0.4, k_scale=0.5, v_scale=2.0
     )

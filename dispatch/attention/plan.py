@@ -22,16 +22,22 @@ _CAPTURED = (
 class Plan:
     """Runners of one spec over one batch, by the run-time features of a call.
 
-    `graph`: the batch's index tensors are buffers that are rewritten in place, so each run rebuilds what was derived
-    from them.
+    `graph`: a run may be captured in a CUDA graph. `live`: the batch's index tensors may be rewritten in place, so each
+    run rebuilds what was derived from them.
     """
 
-    __slots__ = ("backend", "batch", "check", "cuda", "graph", "interned", "prefer", "runners", "spec", "uses")
+    __slots__ = ("backend", "batch", "check", "cuda", "graph", "interned", "live", "prefer", "runners", "spec", "uses")
 
     def __init__(
-        self, interned: Interned, batch: Batch, backend: str, prefer: Preference | None, graph: bool = False
+        self,
+        interned: Interned,
+        batch: Batch,
+        backend: str,
+        prefer: Preference | None,
+        graph: bool = False,
+        live: bool = False,
     ) -> None:
-        self.interned, self.spec, self.batch, self.graph = interned, interned.spec, batch, graph
+        self.interned, self.spec, self.batch, self.graph, self.live = interned, interned.spec, batch, graph, live
         self.backend, self.prefer = backend, prefer
         self.cuda, self.check = batch.device.type == "cuda", settings().check
         self.runners: dict[int, Runner] = {}
@@ -67,7 +73,7 @@ class Plan:
             self._check_values(k)
         self.uses = uses
         runner = self.runners.get(uses) or self.prepare(uses, keep=not capturing)
-        if self.graph:
+        if self.live:
             self._refresh(capturing)
         try:
             runner(q, k, v, out, lse, sm_scale, extras)

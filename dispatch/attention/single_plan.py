@@ -123,7 +123,7 @@ def _make(single: Single, q: Tensor, k: Tensor, v: Tensor, out: Tensor, capturin
         mask = pack_mask(single.custom_mask, single.packed_custom_mask, _lengths(q_len, kv_len), q.device)
         assert mask is not None
         batch.packed_mask, batch.mask_indptr = mask
-    return Plan(interned, batch, single.backend, PREFER.get(), graph=capturing)
+    return Plan(interned, batch, single.backend, PREFER.get(), graph=capturing, live=capturing)
 
 
 def _offsets(length: int, device: torch.device) -> Tensor:

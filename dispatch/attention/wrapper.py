@@ -83,7 +83,8 @@ class AttentionWrapper(Workspaces, FixedBuffers):
         plans = self._plans if pinned else {}
         # What the last batch came to use, also by forward(), is what this one will use: only that is planned now.
         wanted, uses = (last.interned, last.uses) if last is not None and repeated else (base, 0)
-        plan = plans.get(wanted) or Plan(wanted, batch, self._asked_backend, prefer, self._use_cuda_graph)
+        graph = self._use_cuda_graph
+        plan = plans.get(wanted) or Plan(wanted, batch, self._asked_backend, prefer, graph, live=graph)
         for bits in {uses, uses | self._prewarm}:
             if bits not in plan.runners:
                 plan.prepare(bits)
@@ -120,7 +121,8 @@ class AttentionWrapper(Workspaces, FixedBuffers):
         """Make the plan of this spec over the present batch the one that run() uses."""
         plan = self._plans.get(interned)
         if plan is None:
-            plan = Plan(interned, self._planned_batch(), self._asked_backend, self._prefer, self._use_cuda_graph)
+            batch, graph = self._planned_batch(), self._use_cuda_graph
+            plan = Plan(interned, batch, self._asked_backend, self._prefer, graph, live=batch.q_lens is None)
             self._plans[interned] = plan
         self._active = plan
         return plan
