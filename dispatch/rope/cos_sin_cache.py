@@ -34,11 +34,19 @@ def _request(
     features = {"heads_apart"} if any(p.ndim == 3 for p in parts.values()) else set()
     if cache.stride(1) != 1 or cache.data_ptr() % 16 or cache.stride(0) % 4:
         features.add("cache_strided")
-    by_head = {name: reference.by_head(part, head_size) for name, part in parts.items()}
+    by_head = {name: _by_head(part, head_size) for name, part in parts.items()}
     indices = {"positions": positions}
     return rope_request(
         op, by_head, indices, head_size, cache.shape[1], not is_neox, outs, features=features, cache=cache
     )
+
+
+def _by_head(x: Tensor, head_size: int) -> Tensor:
+    """As the reference's, but with the stride of the first dim kept when that has one element: rows grow."""
+    if x.ndim == 3:
+        return x
+    row, step = x.stride()
+    return x.as_strided((x.shape[0], x.shape[1] // head_size, head_size), (row, head_size * step, step))
 
 
 def _describe(
