@@ -32,7 +32,7 @@ def renormalised(p: Sequence[float], kept: set[int]) -> list[float]:
 def filtered(p: Sequence[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, joint: bool = False) -> list:
     """The distribution that is drawn from."""
     kept = top_k_set(p, top_k)
-    kept = kept & top_p_set(p if joint else renormalised(p, kept), top_p)
+    kept = kept & top_p_set(p if joint or off(top_k, len(p)) else renormalised(p, kept), top_p)
     kept = {i for i in kept if p[i] >= min_p * max(p)}
     return renormalised(p, kept)
 

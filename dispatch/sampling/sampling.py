@@ -179,8 +179,8 @@ def top_k_top_p_sampling_from_probs(
 
     Args:
         top_k, top_p: as in `top_k_sampling_from_probs` and `top_p_sampling_from_probs`.
-        filter_apply_order: "top_k_first": top_p applies to what `top_k_renorm_probs` gives; "joint": both apply to
-            probs as given.
+        filter_apply_order: "top_k_first": top_p applies to what `top_k_renorm_probs` gives (top_k being off, to probs
+            as given); "joint": both apply to probs as given.
         probs, indices, deterministic, generator, check_nan, seed, offset, return_valid: as in `sampling_from_probs`.
 
     Returns:
