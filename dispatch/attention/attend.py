@@ -1,5 +1,6 @@
 """One attention call around its kernel: results allocated, scales folded, results converted."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,3 +56,18 @@ def attend(
         return final
     sums = results.finish_lse(sums, lse, lse_form)
     return (final, sums) if return_lse else final
+
+
+def returning_lse(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with return_lse=True. A plain function, as torch.compile cannot trace functools.partialmethod."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault("return_lse", True)
+        return method(self, *args, **kwargs)
+
+    signature = inspect.signature(method)
+    parameters = [p.replace(default=True) if p.name == "return_lse" else p for p in signature.parameters.values()]
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    call.__doc__ = f"{method.__name__}() with return_lse=True."
+    call.__name__ = f"{method.__name__}_return_lse"
+    return call

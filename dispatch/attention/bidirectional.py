@@ -1,12 +1,12 @@
 """BatchPrefillWithCausalBidirectionalRangesWrapper: causal attention plus, for each row, a range of keys it may see."""
 
-from functools import partialmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernelmux.capabilities import RunExtras, dtype_name
+from kernelmux.dispatch.attention.attend import returning_lse
 from kernelmux.dispatch.attention.options import DType, neutral
 from kernelmux.dispatch.attention.prefill import BatchPrefillWithPagedKVCacheWrapper, Cache
 from kernelmux.dispatch.attention.scales import Scale
@@ -174,7 +174,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         extras.causal_window_left, extras.range_window_left = max(causal_window_left, -1), max(range_window_left, -1)
         return self._attend(q, k, v, extras, (q_scale, k_scale, v_scale, None), out, lse, return_lse)
 
-    run_return_lse = partialmethod(run, return_lse=True)  # type: ignore[assignment]
+    run_return_lse = returning_lse(run)
 
     def forward(  # type: ignore[override]
         self,
@@ -198,7 +198,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             q, paged_kv_cache, bidirectional_ranges, *windows, *scales, return_lse=return_lse, kv_cache_sf=kv_cache_sf
         )
 
-    forward_return_lse = partialmethod(forward, return_lse=True)  # type: ignore[assignment]
+    forward_return_lse = returning_lse(forward)
 
 
 def _ranges(ranges: Tensor, q: Tensor) -> Tensor:

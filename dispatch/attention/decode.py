@@ -2,12 +2,12 @@
 
 import warnings
 from dataclasses import fields
-from functools import partialmethod
 from typing import Any
 
 from torch import Tensor
 
 from kernelmux.capabilities import Batch
+from kernelmux.dispatch.attention.attend import returning_lse
 from kernelmux.dispatch.attention.batches import eager_batch
 from kernelmux.dispatch.attention.metadata import Lengths, uniform_indptr
 from kernelmux.dispatch.attention.options import DecodeOptions, DType, neutral
@@ -264,7 +264,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         extras = self._extras(args, sinks, block_scales, q, (k, v))
         return self._attend(q, k, v, extras, (q_scale, k_scale, v_scale, None), out, lse, return_lse)
 
-    run_return_lse = partialmethod(run, return_lse=True)
+    run_return_lse = returning_lse(run)
 
     def forward(
         self,
@@ -288,7 +288,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         k, v = self._views(paged_kv_cache)
         return self._attend(q, k, v, None, (q_scale, k_scale, v_scale, None), None, None, return_lse, override=override)
 
-    forward_return_lse = partialmethod(forward, return_lse=True)
+    forward_return_lse = returning_lse(forward)
 
 
 def _named(args: tuple[Any, ...]) -> dict[str, Any]:

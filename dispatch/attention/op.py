@@ -66,6 +66,10 @@ def uses_of(extras: RunExtras) -> int:
         uses |= TENSOR_SCALE
     if extras.scale_q is not None or extras.scale_k is not None or extras.scale_v is not None:
         uses |= PER_HEAD_SCALES
+    if torch.is_grad_enabled():
+        learnt = (extras.sinks, extras.qk_scale, extras.scale_q, extras.scale_k, extras.scale_v)
+        if any(t is not None and t.requires_grad for t in learnt):
+            uses |= GRAD
     return uses
 
 

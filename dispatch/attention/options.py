@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelmux.capabilities import SettingError, dtype_name
+from kernelmux.capabilities import SettingError
 from kernelmux.dispatch import settings as environment
 from kernelmux.dispatch import state
 from kernelmux.dispatch.attention.metadata import Lengths, check_bound, check_equal
@@ -26,8 +26,9 @@ def dtype_argument(name: str, value: DType) -> torch.dtype:
 def neutral(**arguments: tuple[Any, tuple[Any, ...]]) -> None:
     """Refuse arguments that are taken for compatibility but would not be applied."""
     for name, (value, allowed) in arguments.items():
-        if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
-            shown = dtype_name(value) if isinstance(value, torch.dtype) else repr(value)[:60]
+        tensor = isinstance(value, Tensor)
+        if not any(value is a or (not tensor and type(value) is type(a) and value == a) for a in allowed):
+            shown = f"a tensor {list(value.shape)}" if tensor else repr(value)[:60]
             raise ValueError(f"{name} is {shown}, which no kernel here applies; leave it out")
 
 

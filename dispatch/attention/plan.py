@@ -65,22 +65,21 @@ class Plan:
         uses = self.interned.layout(q, k, v, out)
         if lse is not None:
             uses |= LSE
-        if extras is not None:
-            uses |= uses_of(extras)
         if needs_grad(q, k, v):
             uses |= GRAD
+        if extras is not None:
+            uses |= uses_of(extras)
         if self.check and not capturing:
             self._check_values(k)
         self.uses = uses
         runner = self.runners.get(uses) or self.prepare(uses, keep=not capturing)
         if self.live:
             self._refresh(capturing)
-        try:
-            runner(q, k, v, out, lse, sm_scale, extras)
-        except Unsupported as error:
-            runner = self._choice(uses).after_refusal(error)
-            self.runners[uses] = runner
-            runner(q, k, v, out, lse, sm_scale, extras)
+        while True:
+            try:
+                return runner(q, k, v, out, lse, sm_scale, extras)
+            except Unsupported as error:
+                runner = self.runners[uses] = self._choice(uses).after_refusal(error)
 
     def prepare(self, uses: int, keep: bool = True) -> Runner:
         """The runner for these features. Not kept when made inside a capture, as its buffers are not filled yet."""

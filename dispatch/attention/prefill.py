@@ -1,11 +1,11 @@
 """BatchPrefillWithPagedKVCacheWrapper: any number of query rows per sequence, over a paged cache."""
 
-from functools import partialmethod
 from typing import Any
 
 from torch import Tensor
 
 from kernelmux.capabilities import Batch
+from kernelmux.dispatch.attention.attend import returning_lse
 from kernelmux.dispatch.attention.batches import eager_batch
 from kernelmux.dispatch.attention.engine_plan import EngineModule
 from kernelmux.dispatch.attention.metadata import Lengths
@@ -265,7 +265,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         form = (lse_base, lse_layout)
         return self._attend(q, k, v, extras, (q_scale, k_scale, v_scale, None), out, lse, return_lse, form)
 
-    run_return_lse = partialmethod(run, return_lse=True)
+    run_return_lse = returning_lse(run)
 
     def forward(
         self,
@@ -290,4 +290,4 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         scales = (None, k_scale, v_scale, None)
         return self._attend(q, k, v, None, scales, None, None, return_lse, override=override)
 
-    forward_return_lse = partialmethod(forward, return_lse=True)
+    forward_return_lse = returning_lse(forward)

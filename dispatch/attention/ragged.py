@@ -1,12 +1,12 @@
 """BatchPrefillWithRaggedKVCacheWrapper: keys and values packed like the queries, without pages."""
 
-from functools import partialmethod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kernelmux.capabilities import Batch, RunExtras
+from kernelmux.dispatch.attention.attend import returning_lse
 from kernelmux.dispatch.attention.batches import IndexTensor, eager_batch
 from kernelmux.dispatch.attention.metadata import Lengths, ragged_lengths
 from kernelmux.dispatch.attention.options import DType, check_promises, dtype_argument, neutral, spec_values
@@ -228,7 +228,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         form = (lse_base, lse_layout)
         return self._attend(q, k, v, extras, (q_scale, k_scale, v_scale, o_scale), out, lse, return_lse, form)
 
-    run_return_lse = partialmethod(run, return_lse=True)
+    run_return_lse = returning_lse(run)
 
     def _views(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as [rows, heads, dim]."""
@@ -257,7 +257,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         k, v = self._views(k, v)
         return self._attend(q, k, v, None, (None,) * 4, None, None, return_lse, override=override)
 
-    forward_return_lse = partialmethod(forward, return_lse=True)
+    forward_return_lse = returning_lse(forward)
 
     def _execute(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, factor: float, extras: RunExtras | None

@@ -48,7 +48,8 @@ class AttentionWrapper(Workspaces, FixedBuffers):
         self._window_left, self._logits_soft_cap, self._causal = -1, 0.0, False
         self._sm_scale = 1.0
         self._cached_o_data_type: torch.dtype | None = None
-        self._num_qo_heads = self._num_kv_heads = self._kv_packing = 1
+        self._num_qo_heads = self._num_kv_heads = 1
+        self._nvfp4 = False
         self._qo_indptr_last: int | None = None
         self._max_total_num_rows: int | None = None
         self._handle = compiled.register(self)
@@ -101,7 +102,7 @@ class AttentionWrapper(Workspaces, FixedBuffers):
                 setattr(self, name, getattr(batch, field))
         self._replaced = False
         self._num_qo_heads, self._num_kv_heads = spec.num_qo_heads, spec.num_kv_heads
-        self._page_size, self._kv_packing = spec.page_size, 2 if spec.nvfp4_kv else 1
+        self._page_size, self._nvfp4 = spec.page_size, spec.nvfp4_kv
         self._cached_q_data_type, self._cached_kv_data_type = spec.q_dtype, spec.kv_dtype
         self._cached_o_data_type = spec.o_dtype
         self._batch_size, self._max_q_len, self._max_kv_len = batch.size, batch.max_q_len, batch.max_kv_len
@@ -187,7 +188,7 @@ class AttentionWrapper(Workspaces, FixedBuffers):
         kv: tuple[Tensor, Tensor],
     ) -> RunExtras | None:
         """The arguments of run() that most calls leave out."""
-        packed = self._kv_packing == 2
+        packed = self._nvfp4
         if (block_scales is not None) != packed:
             given = "given, but the planned cache is not NVFP4" if not packed else "None, an NVFP4 cache needs it"
             raise ValueError(f"kv_cache_sf is {given}; pass the block scales of a uint8 cache, and only of that")
@@ -225,7 +226,9 @@ class AttentionWrapper(Workspaces, FixedBuffers):
             launch = partial(compiled.run, self._handle, override)
         elif override is not None:
             self._override(*override)
-        result = Result(dtype, self._num_qo_heads, v.shape[-1] * self._kv_packing, self._use_cuda_graph)
+        result = Result(
+            dtype, self._num_qo_heads, v.shape[-1] * 2 if self._nvfp4 else v.shape[-1], self._use_cuda_graph
+        )
         return attend(launch, result, (q, k, v), extras, qkvo_scale, out, lse, return_lse, lse_form)
 
     def _execute(
