@@ -147,7 +147,7 @@ def _gated(op: Op, input: Tensor, out: Tensor | None) -> Tensor:
         written = (out.dtype, out.device, out.stride(), out.requires_grad)
     key = (
         input.dtype, input.device, width if len(shape) <= 2 else shape[1:], input.stride(), written,
-        address & 15 == 0, input.requires_grad and is_grad_enabled(),
+        address & 15 == 0, is_grad_enabled() and input.requires_grad,
         op.bucket(input.numel() // (width or 1)), PREFER.get(),
     )  # fmt: skip
     run = op.cache.get(key) or op.pick(key, (input, out))

@@ -183,7 +183,7 @@ def _apply(
         written = (query_rope.stride(), key_rope.stride(), (query_rope.data_ptr() | key_rope.data_ptr()) & 15 == 0)
     if not positions.is_contiguous():
         positions = positions.contiguous()
-    which = (*_key(op, positions, query, key, cos_sin_cache), head_size, is_neox, written)
+    which = (_key(op, positions, query, key, cos_sin_cache), head_size, is_neox, written)
     args = (positions, query, key, head_size, cos_sin_cache, is_neox, query_rope, key_rope)
     run = op.cache.get(which) or op.pick(which, args)
     return run(*args)  # type: ignore[no-any-return]
@@ -195,21 +195,23 @@ def _inplace(
     op = WITH_CACHE_INPLACE
     if not positions.is_contiguous():
         positions = positions.contiguous()
-    which = (*_key(op, positions, query, key, cos_sin_cache), head_size, is_neox)
+    which = (_key(op, positions, query, key, cos_sin_cache), head_size, is_neox)
     run = op.cache.get(which) or op.pick(which, (positions, query, key, head_size, cos_sin_cache, is_neox))
     run(positions, query, key, head_size, cos_sin_cache, is_neox)
 
 
 def _key(op: Op, positions: Tensor, query: Tensor, key: Tensor, cache: Tensor) -> tuple[object, ...]:
-    rows, columns, table = query.shape, key.shape, cache.shape
-    if rows[:1] != columns[:1] or positions.shape != rows[:1]:
+    rows, columns = query.shape, key.shape
+    tokens = rows[0]
+    if columns[0] != tokens or positions.numel() != tokens or positions.ndim != 1:
         check_counts(op.name, {"query": query, "key": key}, {"positions": positions})
     return (
-        query.dtype, key.dtype, positions.dtype, query.device, key.device, positions.device, cache.device,
-        rows[1:], columns[1:], query.stride(), key.stride(),
-        cache.dtype, table[-1], cache.stride(), cache.data_ptr() & 15 == 0,
+        query.dtype, key.dtype is query.dtype, positions.dtype, query.device, key.device, positions.device,
+        rows[1] if len(rows) == 2 else rows[1:], columns[1] if len(columns) == 2 else columns[1:],
+        query.stride(), key.stride(), cache.dtype, cache.device, cache.shape[-1], cache.stride(),
+        cache.data_ptr() & 15 == 0,
         (query.data_ptr() | key.data_ptr()) & 15 == 0,
-        (query.requires_grad or key.requires_grad) and is_grad_enabled(), op.bucket(rows[0]), PREFER.get(),
+        is_grad_enabled() and (query.requires_grad or key.requires_grad), op.bucket(tokens), PREFER.get(),
     )  # fmt: skip
 
 

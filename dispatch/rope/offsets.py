@@ -11,7 +11,6 @@ from kernelmux.dispatch.rope import reference
 from kernelmux.dispatch.rope.describe import (
     DIMS,
     FEATURES,
-    Scaling,
     check_requests,
     check_tokens,
     computed_request,
@@ -113,7 +112,7 @@ def apply_rope(
             [0.5403, 0.8415]])
     """
     dim = q.shape[-1] if rotary_dim is None else rotary_dim
-    return _new(q, k, indptr, offsets, dim, interleave, (float(rope_scale), float(rope_theta), 0.0, 0.0))
+    return _apply(q, k, indptr, offsets, dim, interleave, float(rope_scale), float(rope_theta), 0.0, 0.0)
 
 
 def apply_llama31_rope(
@@ -144,7 +143,7 @@ def apply_llama31_rope(
     """
     dim = q.shape[-1] if rotary_dim is None else rotary_dim
     smooth = smoothing(low_freq_factor, high_freq_factor, old_context_len)
-    return _new(q, k, indptr, offsets, dim, interleave, (float(rope_scale), float(rope_theta), *smooth))
+    return _apply(q, k, indptr, offsets, dim, interleave, float(rope_scale), float(rope_theta), *smooth)
 
 
 def apply_rope_inplace(
@@ -203,16 +202,6 @@ def apply_llama31_rope_inplace(
     _inplace(q, k, indptr, offsets, dim, interleave, float(rope_scale), float(rope_theta), *smooth)
 
 
-def _new(q: Tensor, k: Tensor, indptr: Tensor, offsets: Tensor, dim: int, interleave: bool, scaling: Scaling) -> Pair:
-    if not is_compiling():
-        return _apply(q, k, indptr, offsets, dim, interleave, *scaling)
-    if needs_grad(q, k):
-        return reference.apply_rope(q, k, indptr, offsets, dim, interleave, *scaling)
-    q_rope, k_rope = torch.empty_like(q), torch.empty_like(k)
-    torch.ops.kernelmux.apply_rope(q, k, indptr, offsets, dim, interleave, *scaling, q_rope, k_rope)
-    return q_rope, k_rope
-
-
 def _apply(
     q: Tensor,
     k: Tensor,
@@ -227,14 +216,36 @@ def _apply(
     q_rope: Tensor | None = None,
     k_rope: Tensor | None = None,
 ) -> Pair:
+    if is_compiling():
+        return _compiled(q, k, indptr, offsets, dim, interleave, scale, theta, a, b)
     op, written = APPLY_ROPE, None
     if q_rope is not None and k_rope is not None:
         written = (q_rope.stride(), k_rope.stride(), (q_rope.data_ptr() | k_rope.data_ptr()) & 15 == 0)
     indptr, offsets = indptr.contiguous(), offsets.contiguous()
-    key = (*_key(op, q, k, indptr, offsets), dim, interleave, scale, theta, a, b, written)
+    key = (_key(op, q, k, indptr, offsets), dim, interleave, scale, theta, a, b, written)
     args = (q, k, indptr, offsets, dim, interleave, scale, theta, a, b, q_rope, k_rope)
     run = op.cache.get(key) or op.pick(key, args)
     return run(*args)  # type: ignore[no-any-return]
+
+
+def _compiled(
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    dim: int,
+    interleave: bool,
+    scale: float,
+    theta: float,
+    a: float,
+    b: float,
+) -> Pair:
+    args = (q, k, indptr, offsets, dim, interleave, scale, theta, a, b)
+    if needs_grad(q, k):
+        return reference.apply_rope(*args)
+    q_rope, k_rope = torch.empty_like(q), torch.empty_like(k)
+    torch.ops.kernelmux.apply_rope(*args, q_rope, k_rope)
+    return q_rope, k_rope
 
 
 def _inplace(
@@ -255,7 +266,7 @@ def _inplace(
         return
     op = APPLY_ROPE_INPLACE
     indptr, offsets = indptr.contiguous(), offsets.contiguous()
-    key = (*_key(op, q, k, indptr, offsets), dim, interleave, scale, theta, a, b)
+    key = (_key(op, q, k, indptr, offsets), dim, interleave, scale, theta, a, b)
     args = (q, k, indptr, offsets, dim, interleave, scale, theta, a, b)
     run = op.cache.get(key) or op.pick(key, args)
     run(*args)
@@ -268,9 +279,10 @@ def _key(op: Op, q: Tensor, k: Tensor, indptr: Tensor, offsets: Tensor) -> tuple
     if indptr.ndim != 1 or offsets.ndim != 1 or indptr.numel() != offsets.numel() + 1:
         check_requests(op.name, indptr, offsets)
     return (
-        q.dtype, k.dtype, indptr.dtype, offsets.dtype, q.device, k.device, indptr.device, offsets.device,
+        q.dtype, k.dtype is q.dtype, indptr.dtype, offsets.dtype is indptr.dtype,
+        q.device, k.device, indptr.device, offsets.device,
         rows[1], rows[2], columns[1], columns[2], q.stride(), k.stride(), (q.data_ptr() | k.data_ptr()) & 15 == 0,
-        (q.requires_grad or k.requires_grad) and is_grad_enabled(), op.bucket(rows[0]), PREFER.get(),
+        is_grad_enabled() and (q.requires_grad or k.requires_grad), op.bucket(rows[0]), PREFER.get(),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from kernelmux.capabilities import Request
 from kernelmux.dispatch.arguments import needs_grad, refuse_grad
 from kernelmux.dispatch.op import PREFER, Op
 from kernelmux.dispatch.rope import reference
-from kernelmux.dispatch.rope.describe import DIMS, FEATURES, Scaling, check_tokens, computed_request, smoothing
+from kernelmux.dispatch.rope.describe import DIMS, FEATURES, check_tokens, computed_request, smoothing
 
 Pair = tuple[Tensor, Tensor]
 
@@ -100,7 +100,7 @@ def apply_rope_pos_ids(
             [0.5403, 0.8415]])
     """
     dim = q.shape[-1] if rotary_dim is None else rotary_dim
-    return _new(q, k, pos_ids, dim, interleave, (float(rope_scale), float(rope_theta), 0.0, 0.0))
+    return _apply(q, k, pos_ids, dim, interleave, float(rope_scale), float(rope_theta), 0.0, 0.0)
 
 
 def apply_llama31_rope_pos_ids(
@@ -138,7 +138,7 @@ def apply_llama31_rope_pos_ids(
     """
     dim = q.shape[-1] if rotary_dim is None else rotary_dim
     smooth = smoothing(low_freq_factor, high_freq_factor, old_context_len)
-    return _new(q, k, pos_ids, dim, interleave, (float(rope_scale), float(rope_theta), *smooth))
+    return _apply(q, k, pos_ids, dim, interleave, float(rope_scale), float(rope_theta), *smooth)
 
 
 def apply_rope_pos_ids_inplace(
@@ -195,16 +195,6 @@ def apply_llama31_rope_pos_ids_inplace(
     _inplace(q, k, pos_ids, dim, interleave, float(rope_scale), float(rope_theta), *smooth)
 
 
-def _new(q: Tensor, k: Tensor, pos_ids: Tensor, dim: int, interleave: bool, scaling: Scaling) -> Pair:
-    if not is_compiling():
-        return _apply(q, k, pos_ids, dim, interleave, *scaling)
-    if needs_grad(q, k):
-        return reference.apply_rope_pos_ids(q, k, pos_ids, dim, interleave, *scaling)
-    q_rope, k_rope = torch.empty_like(q), torch.empty_like(k)
-    torch.ops.kernelmux.apply_rope_pos_ids(q, k, pos_ids, dim, interleave, *scaling, q_rope, k_rope)
-    return q_rope, k_rope
-
-
 def _apply(
     q: Tensor,
     k: Tensor,
@@ -218,15 +208,36 @@ def _apply(
     q_rope: Tensor | None = None,
     k_rope: Tensor | None = None,
 ) -> Pair:
+    if is_compiling():
+        return _compiled(q, k, pos_ids, dim, interleave, scale, theta, a, b)
     op, written = APPLY_ROPE_POS_IDS, None
     if q_rope is not None and k_rope is not None:
         written = (q_rope.stride(), k_rope.stride(), (q_rope.data_ptr() | k_rope.data_ptr()) & 15 == 0)
     if not pos_ids.is_contiguous():
         pos_ids = pos_ids.contiguous()
-    key = (*_key(op, q, k, pos_ids), dim, interleave, scale, theta, a, b, written)
+    key = (_key(op, q, k, pos_ids), dim, interleave, scale, theta, a, b, written)
     args = (q, k, pos_ids, dim, interleave, scale, theta, a, b, q_rope, k_rope)
     run = op.cache.get(key) or op.pick(key, args)
     return run(*args)  # type: ignore[no-any-return]
+
+
+def _compiled(
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    dim: int,
+    interleave: bool,
+    scale: float,
+    theta: float,
+    a: float,
+    b: float,
+) -> Pair:
+    args = (q, k, pos_ids, dim, interleave, scale, theta, a, b)
+    if needs_grad(q, k):
+        return reference.apply_rope_pos_ids(*args)
+    q_rope, k_rope = torch.empty_like(q), torch.empty_like(k)
+    torch.ops.kernelmux.apply_rope_pos_ids(*args, q_rope, k_rope)
+    return q_rope, k_rope
 
 
 def _inplace(
@@ -239,7 +250,7 @@ def _inplace(
     op = APPLY_ROPE_POS_IDS_INPLACE
     if not pos_ids.is_contiguous():
         pos_ids = pos_ids.contiguous()
-    key = (*_key(op, q, k, pos_ids), dim, interleave, scale, theta, a, b)
+    key = (_key(op, q, k, pos_ids), dim, interleave, scale, theta, a, b)
     args = (q, k, pos_ids, dim, interleave, scale, theta, a, b)
     run = op.cache.get(key) or op.pick(key, args)
     run(*args)
@@ -247,12 +258,12 @@ def _inplace(
 
 def _key(op: Op, q: Tensor, k: Tensor, pos_ids: Tensor) -> tuple[object, ...]:
     rows, columns = q.shape, k.shape
-    if len(rows) != 3 or len(columns) != 3 or rows[0] != columns[0] or pos_ids.shape != rows[:1]:
+    if len(rows) != 3 or len(columns) != 3 or rows[0] != columns[0] or pos_ids.numel() != rows[0] or pos_ids.ndim != 1:
         check_tokens(op.name, {"q": q, "k": k}, {"pos_ids": pos_ids})
     return (
-        q.dtype, k.dtype, pos_ids.dtype, q.device, k.device, pos_ids.device,
+        q.dtype, k.dtype is q.dtype, pos_ids.dtype, q.device, k.device, pos_ids.device,
         rows[1], rows[2], columns[1], columns[2], q.stride(), k.stride(), (q.data_ptr() | k.data_ptr()) & 15 == 0,
-        (q.requires_grad or k.requires_grad) and is_grad_enabled(), op.bucket(rows[0]), PREFER.get(),
+        is_grad_enabled() and (q.requires_grad or k.requires_grad), op.bucket(rows[0]), PREFER.get(),
     )  # fmt: skip
 
 

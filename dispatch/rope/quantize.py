@@ -11,7 +11,7 @@ from kernelmux.dispatch.arguments import check_fp8, needs_grad, refuse_grad
 from kernelmux.dispatch.op import PREFER, Op
 from kernelmux.dispatch.rope import quantize_reference as reference
 from kernelmux.dispatch.rope.cos_sin_cache import check_positions
-from kernelmux.dispatch.rope.quantize_check import DIMS, FEATURES, ROLES, check_counts, facts, quantize_request
+from kernelmux.dispatch.rope.quantize_check import DIMS, FEATURES, ROLES, facts, quantize_request, still
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 OP = "rope_quantize_fp8"
@@ -192,16 +192,12 @@ def _run(
     k_nope_out: Tensor | None,
 ) -> Four:
     op, tokens = ROPE_QUANTIZE_FP8, q_rope.shape[0]
-    held = (k_rope, q_nope, k_nope, pos_ids, q_rope_out, k_rope_out, q_nope_out, k_nope_out)
-    if any(t is not None and t.shape[0] != tokens for t in held):
-        names = ("k_rope", "q_nope", "k_nope", "pos_ids", "q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out")
-        check_counts(OP, tokens, dict(zip(names, held, strict=True)))
     if not pos_ids.is_contiguous():
         pos_ids = pos_ids.contiguous()
     key = (
-        facts(q_rope), facts(k_rope), facts(q_nope), facts(k_nope), facts(cos_sin_cache),
-        (pos_ids.dtype, pos_ids.device, pos_ids.ndim),
-        facts(q_rope_out), facts(k_rope_out), facts(q_nope_out), facts(k_nope_out), is_neox, quantize_dtype,
+        facts(q_rope, tokens), facts(k_rope, tokens), facts(q_nope, tokens), facts(k_nope, tokens),
+        still(cos_sin_cache), pos_ids.dtype, pos_ids.device, pos_ids.shape == (tokens,), is_neox, quantize_dtype,
+        facts(q_rope_out, tokens), facts(k_rope_out, tokens), facts(q_nope_out, tokens), facts(k_nope_out, tokens),
         needs_grad(q_rope, k_rope, q_nope, k_nope), op.bucket(tokens), PREFER.get(),
     )  # fmt: skip
     args = (

@@ -13,10 +13,11 @@ from kernelmux.dispatch.page.cache import LAYOUTS, paged_views
 from kernelmux.dispatch.page.check import check_page_metadata
 from kernelmux.dispatch.rope import quantize_reference as reference
 from kernelmux.dispatch.rope.cos_sin_cache import check_positions
-from kernelmux.dispatch.rope.quantize_check import DIMS, FEATURES, ROLES, check_counts, facts, quantize_request
+from kernelmux.dispatch.rope.quantize_check import DIMS, FEATURES, ROLES, facts, quantize_request, still
 
 OP = "rope_quantize_fp8_append_paged_kv_cache"
 Pair = tuple[Tensor, Tensor]
+_PER_TOKEN = ("pos_ids", "batch_indices", "positions")
 
 
 def _describe(
@@ -45,7 +46,7 @@ def _describe(
     indices |= {"batch_indices": batch_indices, "positions": positions}
     outs = {"q_rope_out": q_rope_out, "q_nope_out": q_nope_out}
     caches = {"k_cache": k_cache, "v_cache": v_cache}
-    request = quantize_request(OP, parts, cos_sin_cache, indices, is_neox, k_cache.dtype, outs, caches)
+    request = quantize_request(OP, parts, cos_sin_cache, indices, is_neox, k_cache.dtype, outs, caches, _PER_TOKEN)
     _check_caches(k_rope, k_nope, v, k_cache, v_cache)
     return request
 
@@ -209,16 +210,13 @@ def _run(
     q_nope_out: Tensor | None,
 ) -> Pair:
     op, tokens = ROPE_QUANTIZE_FP8_APPEND, q_rope.shape[0]
-    held = (k_rope, q_nope, k_nope, v, pos_ids, batch_indices, positions, q_rope_out, q_nope_out)
-    if any(t is not None and t.shape[0] != tokens for t in held):
-        names = ("k_rope", "q_nope", "k_nope", "v", "pos_ids", "batch_indices", "positions", "q_rope_out", "q_nope_out")
-        check_counts(OP, tokens, dict(zip(names, held, strict=True)))
     indices = [t.contiguous() for t in (pos_ids, kv_indices, kv_indptr, batch_indices, positions)]
     pos_ids, kv_indices, kv_indptr, batch_indices, positions = indices
     key = (
-        facts(q_rope), facts(k_rope), facts(q_nope), facts(k_nope), facts(v), facts(cos_sin_cache),
-        facts(k_cache), facts(v_cache), k_cache.shape[0] == v_cache.shape[0],
-        *[(t.dtype, t.device, t.ndim) for t in indices], facts(q_rope_out), facts(q_nope_out), is_neox,
+        facts(q_rope, tokens), facts(k_rope, tokens), facts(q_nope, tokens), facts(k_nope, tokens), facts(v, tokens),
+        still(cos_sin_cache), still(k_cache), still(v_cache), k_cache.shape[0] == v_cache.shape[0], is_neox,
+        *[(t.dtype, t.device, t.ndim) for t in indices], facts(q_rope_out, tokens), facts(q_nope_out, tokens),
+        pos_ids.numel() == batch_indices.numel() == positions.numel() == tokens,
         needs_grad(q_rope, k_rope, q_nope, k_nope, v), op.bucket(tokens), PREFER.get(),
     )  # fmt: skip
     args = (

@@ -1,6 +1,6 @@
 """Validation of the arguments of the quantising forms of RoPE, and what a Request says of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,12 +31,15 @@ def quantize_request(
     quantize_dtype: torch.dtype,
     outs: Mapping[str, Tensor | None],
     caches: Mapping[str, Tensor] | None = None,
+    per_token: Sequence[str] = ("pos_ids",),
 ) -> Request:
     """`parts` by name: q_rope, k_rope, q_nope, k_nope, perhaps v. `outs`: where they go, named with "_out" at the end.
 
-    `caches`: k_cache and v_cache [pages, page_size, ...], which are written too.
+    `caches`: k_cache and v_cache [pages, page_size, ...], which are written too. `per_token`: those of `indices` that
+    hold a value per token.
     """
     q_rope, k_rope = _required(op, parts)
+    check_counts(op, {**parts, **{name: indices[name] for name in per_token}, **outs})
     check_cache(op, cache)
     check_floats(op, parts)
     check_integers(op, indices)
@@ -117,8 +120,9 @@ def _check_outs(
             raise shape_error(op, name, out, list(part.shape), "give it the shape of its input")
 
 
-def check_counts(op: str, tokens: int, tensors: Mapping[str, Tensor | None]) -> None:
-    """What a key cannot hold: every tensor has one row per token."""
+def check_counts(op: str, tensors: Mapping[str, Tensor | None]) -> None:
+    """Every tensor has one row per token, of which the first tensor has as many as there are."""
+    tokens = next(t.shape[0] for t in tensors.values() if t is not None)
     for name, tensor in tensors.items():
         if tensor is not None and (tensor.ndim == 0 or tensor.shape[0] != tokens):
             raise ValueError(
@@ -126,6 +130,14 @@ def check_counts(op: str, tokens: int, tensors: Mapping[str, Tensor | None]) -> 
             )
 
 
-def facts(t: Tensor | None) -> tuple[object, ...] | None:
-    """What a key holds of a tensor whose first dim grows."""
-    return None if t is None else (t.dtype, t.device, t.shape[1:], t.stride(), t.data_ptr() & 15 == 0)
+def facts(t: Tensor | None, tokens: int) -> tuple[object, ...] | None:
+    """What a key holds of a tensor with a row per token: also whether it is so, which describe() insists on."""
+    if t is None:
+        return None
+    shape = t.shape
+    return t.dtype, t.device, shape[1:], t.stride(), t.data_ptr() & 15 == 0, shape[0] == tokens
+
+
+def still(t: Tensor) -> tuple[object, ...]:
+    """What a key holds of a tensor whose first dim does not matter to a decision."""
+    return t.dtype, t.device, t.shape[1:], t.stride(), t.data_ptr() & 15 == 0
