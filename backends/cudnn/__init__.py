@@ -1,0 +1,68 @@
+"""cuDNN: scaled-dot-product attention graphs over paged and packed keys and values."""
+
+from collections.abc import Iterator
+
+from kernelmux.capabilities import Backend, Device, Kernel, Limit, Package, Reason, Request, Support, dtype_combos
+
+# What is declared below was built for SM80 to SM121 with 9.19. Older ones lack packed queries beside pages (9.7),
+# packed tensors on SM80 to SM89 and all of SM120 (9.18.1), or give wrong numbers (9.10.0, 9.10.1, 9.14.0).
+OLDEST = 91801
+
+
+def _library() -> Reason | None:
+    import cudnn
+
+    if cudnn.backend_version() >= OLDEST:
+        return None
+    found = cudnn.backend_version_string()
+    return Reason("version", "the cuDNN library", found, "needs 9.18.1 or later", "pip install -U nvidia-cudnn-cu13")
+
+
+PACKAGE = Package(
+    distributions=("nvidia-cudnn-frontend",),
+    module="cudnn",
+    versions=">=1.18",
+    flags=_library,
+    install="pip install 'kernelmux[cudnn]'",
+)
+
+
+def _window_needs_causal(request: Request, device: Device) -> Iterator[Reason]:
+    """A window needs a right bound in cuDNN; with one query row a causal mask changes nothing and gives it."""
+    if "window" in request.features and "causal" not in request.features:
+        yield Reason("feature", "window", None, "only beside a causal mask when a sequence has several query rows")
+
+
+def _kernel(variant: str, phases: tuple[str, ...], features: str, q_len: Limit | None = None) -> Kernel:
+    roles, dtypes = dtype_combos("q kv out", "fp16 fp16 fp16", "bf16 bf16 bf16")
+    dims = {
+        "batch": Limit(max=65535),
+        "head_dim_qk": Limit(max=256, multiple_of=8),
+        "head_dim_vo": Limit(max=256, multiple_of=8),
+        "page_size": Limit(one_of=tuple(1 << i for i in range(11))),
+    }
+    support = Support(
+        arch=Limit(min=80),
+        phases=phases,
+        roles=roles,
+        dtypes=dtypes,
+        dims={**dims, "q_len": q_len} if q_len else dims,
+        features=frozenset(f"causal cuda_graph kv_strides_differ window {features}".split()),
+        also=None if variant == "decode" else _window_needs_causal,
+    )
+    target, warm = (f"kernelmux.backends.cudnn.attention:{name}" for name in ("plan", "warm"))
+    return Kernel("attention", target, support, variant, slow_build=warm)
+
+
+BACKEND = Backend(
+    name="cudnn",
+    title="cuDNN attention",
+    kernels=(
+        _kernel("decode", ("decode",), "lse", Limit(max=1)),
+        _kernel("verify", ("decode",), "lse", Limit(min=2)),
+        _kernel("prefill", ("prefill", "ragged"), "lse"),
+        _kernel("prefill_sinks", ("prefill", "ragged"), "sinks"),  # whether cuDNN's LSE holds the sink is not known
+    ),
+    package=PACKAGE,
+    extra="cudnn",
+)

@@ -1,0 +1,12 @@
+"""Matrix products through torch: cuBLAS on a GPU, oneDNN on a CPU. Both accumulate in float32."""
+
+import torch
+from torch import Tensor
+
+
+def mm_bf16(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+
+
+def bmm_bf16(A: Tensor, B: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    return torch.bmm(A, B, out=out)
