@@ -9,31 +9,28 @@ from compare.kv import BF16, paged
 Q_LENS, KV_LENS = (7, 3, 33), (37, 0, 300)
 
 
-def sinks(side: Side, window_left: int = -1) -> Results:
-    """A row without keys: upstream's own value, whichever it is, is what is compared."""
+def sinks(side: Side, window_left: int = -1, without_keys: bool = False) -> Results:
+    """The second sequence has no keys: its rows, whose softmax has the sink alone, are compared apart."""
     p = paged(side, Q_LENS, KV_LENS)
     types = {"q_data_type": BF16, "kv_data_type": BF16}
-    wrapper = side.BatchAttentionWithAttentionSinkWrapper(
-        side.workspace(),
-        "NHD",
-        **types,
-        head_dim_qk=128,
-        head_dim_vo=128,
-        window_left=window_left,
-        **side.backend("fa2"),
-    )
-    wrapper.plan(p.qo_indptr, *p.table, *p.heads, p.dim, p.page_size, causal=True, window_left=window_left, **types)
-    sink = side.rand(p.heads[0], seed=7).mul(2)
-    out, lse = wrapper.run(p.q, p.cache, sink, 1 / p.dim**0.5, return_lse=True)
-    rows = slice(Q_LENS[0], Q_LENS[0] + Q_LENS[1])
-    keep = torch.ones(sum(Q_LENS), dtype=torch.bool, device=side.device)
-    keep[rows] = False
-    return {
-        "out": out[keep],
-        "lse": lse[keep],
-        "out of a row without keys": out[rows],
-        "lse of a row without keys": lse[rows],
-    }
+    sink, scale = side.rand(p.heads[0], seed=7).mul(2), 1 / p.dim**0.5
+    planned = (p.qo_indptr, *p.table, *p.heads, p.dim, p.page_size)
+    options = {**types, "causal": True, "window_left": window_left, "sm_scale": scale}
+    if side.package == "kernelmux":  # where sinks are an argument of run()
+        wrapper = side.BatchPrefillWithPagedKVCacheWrapper(side.workspace(), "NHD")
+        wrapper.plan(*planned, **options)
+        out, lse = wrapper.run(p.q, p.cache, sinks=sink, return_lse=True)
+    else:
+        dims = {"head_dim_qk": p.dim, "head_dim_vo": p.dim, "window_left": window_left}
+        wrapper = side.BatchAttentionWithAttentionSinkWrapper(
+            side.workspace(), "NHD", **types, **dims, **side.backend("fa2")
+        )
+        wrapper.plan(*planned, **options)
+        out, lse = wrapper.run(p.q, p.cache, sink, scale, return_lse=True)
+    keyless = torch.zeros(sum(Q_LENS), dtype=torch.bool, device=side.device)
+    keyless[Q_LENS[0] : Q_LENS[0] + Q_LENS[1]] = True
+    rows = keyless if without_keys else ~keyless
+    return {"out": out[rows], "lse": lse[rows]}
 
 
 def ranges(side: Side, causal_window_left: int = -1, range_window_left: int = -1) -> Results:
@@ -76,6 +73,7 @@ def cases() -> list[Case]:
     sink, bidirectional = "BatchAttentionWithAttentionSinkWrapper", "BatchPrefillWithCausalBidirectionalRangesWrapper"
     return [
         Case(sink, "causal", "sinks", "attention", sinks),
+        Case(sink, "rows without keys", "sinks", "attention", partial(sinks, without_keys=True)),
         Case(sink, "causal, window_left 30", "sinks-window", "attention", partial(sinks, window_left=30)),
         Case(bidirectional, "ranges", "bidirectional", "attention", ranges),
         Case(
