@@ -42,6 +42,23 @@ def top_k_renorm_probs(probs: Tensor, top_k: int | Tensor, out: Tensor | None = 
     return kept.to(probs.dtype) if out is None else out.copy_(kept)
 
 
+def min_p_renorm_probs(probs: Tensor, min_p: float | Tensor) -> Tensor:
+    """Zero what lies below min_p times the largest, divide by the sum of the rest; float32."""
+    return _renormalise(probs, min_p=min_p).float()
+
+
+def top_k_cut_probs(probs: Tensor, top_k: int | Tensor) -> Tensor:
+    """Zero what lies below the k-th largest, and leave the rest as it is."""
+    return probs.masked_fill(probs < top_k_threshold(probs.detach(), top_k), 0)
+
+
+def scale_logits(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """logits / temperature, at least float32; 0 for temperature 0; -inf stays."""
+    x = _work(logits)
+    t = _column(temperature, x.dtype, x)
+    return torch.where(t == 0, 0.0, x / t.masked_fill(t == 0, 1)).masked_fill(x == -math.inf, -math.inf)
+
+
 def top_k_mask_logits(logits: Tensor, top_k: int | Tensor, out: Tensor | None = None) -> Tensor:
     """Set what lies below the k-th largest to -inf. NaN counts as the largest and is kept."""
     masked = logits.masked_fill(logits < top_k_threshold(logits.detach(), top_k), -math.inf)
@@ -160,9 +177,9 @@ def _top_p_threshold(ordered: Tensor, top_p: float | Tensor, least: Tensor | Non
     return ordered.gather(-1, count).masked_fill(limit >= 1, -math.inf)
 
 
-def _renormalise(probs: Tensor, top_k: int | Tensor | None = None, top_p: float | Tensor | None = None) -> Tensor:
+def _renormalise(probs: Tensor, top_k: Any = None, top_p: Any = None, min_p: Any = None) -> Tensor:
     p = _work(probs).clamp_min(0)
-    kept = torch.where(p >= threshold(p.detach(), top_k, top_p), p, 0).double()
+    kept = torch.where(p >= threshold(p.detach(), top_k, top_p, min_p), p, 0).double()
     total = kept.sum(-1, keepdim=True)
     spoilt = p.detach().sum(-1, keepdim=True).isnan()
     return (kept / total.masked_fill(total == 0, 1)).masked_fill(spoilt, math.nan)
