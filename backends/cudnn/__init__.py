@@ -33,35 +33,49 @@ def _window_needs_causal(request: Request, device: Device) -> Iterator[Reason]:
         yield Reason("feature", "window", None, "only beside a causal mask when a sequence has several query rows")
 
 
-def _kernel(variant: str, phases: tuple[str, ...], features: str, q_len: Limit | None = None) -> Kernel:
+# With several query rows, cuDNN lets NaN past a sequence's end in its last page reach the output, from pages of 16 on:
+# measured on an H200 with 9.19, tests/conformance "page-16". Larger pages are gathered first.
+SMALL_PAGES = (1, 2, 4, 8)
+PAGES = tuple(1 << i for i in range(11))
+
+
+def _kernel(
+    variant: str, phases: tuple[str, ...], features: str, entry: str = "plan", warm: str = "warm", **dims: Limit
+) -> Kernel:
     roles, dtypes = dtype_combos("q kv out", "fp16 fp16 fp16", "bf16 bf16 bf16")
-    dims = {
+    plain = {
         "batch": Limit(max=65535),
         "head_dim_qk": Limit(max=256, multiple_of=8),
         "head_dim_vo": Limit(max=256, multiple_of=8),
-        "page_size": Limit(one_of=tuple(1 << i for i in range(11))),
     }
     support = Support(
         arch=Limit(min=80),
         phases=phases,
         roles=roles,
         dtypes=dtypes,
-        dims={**dims, "q_len": q_len} if q_len else dims,
-        features=frozenset(f"causal cuda_graph kv_strides_differ window {features}".split()),
+        dims={**plain, **dims},
+        features=frozenset(f"causal kv_strides_differ window {features}".split()),
         also=None if variant == "decode" else _window_needs_causal,
     )
-    target, warm = (f"kernelmux.backends.cudnn.attention:{name}" for name in ("plan", "warm"))
-    return Kernel("attention", target, support, variant, slow_build=warm)
+    target, warmed = (f"kernelmux.backends.cudnn.attention:{name}" for name in (entry, warm))
+    graph_safe = "cuda_graph" in support.features
+    return Kernel("attention", target, support, variant, slow_build=warmed, graph_safe=graph_safe)
 
 
+_SMALL, _GATHERED = {"page_size": Limit(one_of=SMALL_PAGES)}, {"entry": "plan_gathered", "warm": "warm_gathered"}
+_MANY = Limit(min=2)  # whether cuDNN's LSE holds the sink is not known; one query row takes none
 BACKEND = Backend(
     name="cudnn",
     title="cuDNN attention",
     kernels=(
-        _kernel("decode", ("decode",), "lse", Limit(max=1)),
-        _kernel("verify", ("decode",), "lse", Limit(min=2)),
-        _kernel("prefill", ("prefill", "ragged"), "lse"),
-        _kernel("prefill_sinks", ("prefill", "ragged"), "sinks"),  # whether cuDNN's LSE holds the sink is not known
+        _kernel("decode", ("decode",), "lse cuda_graph", page_size=Limit(one_of=PAGES), q_len=Limit(max=1)),
+        _kernel("verify", ("decode",), "lse cuda_graph", q_len=Limit(min=2), **_SMALL),
+        _kernel("prefill", ("prefill",), "lse cuda_graph", **_SMALL),
+        _kernel("prefill_gathered", ("prefill",), "lse", **_GATHERED),  # type: ignore[arg-type]
+        _kernel("ragged", ("ragged",), "lse cuda_graph"),
+        _kernel("prefill_sinks", ("prefill",), "sinks cuda_graph", q_len=_MANY, **_SMALL),
+        _kernel("prefill_sinks_gathered", ("prefill",), "sinks", q_len=_MANY, **_GATHERED),  # type: ignore[arg-type]
+        _kernel("ragged_sinks", ("ragged",), "sinks cuda_graph", q_len=_MANY),
     ),
     package=PACKAGE,
     extra="cudnn",

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from dataclasses import replace
 from threading import get_ident
 
 import torch
@@ -13,6 +14,7 @@ from kernelmux.capabilities import AttentionSpec, Batch, Request, RunExtras, Run
 
 LOG2E = math.log2(math.e)
 MIN_KV_LEN, MIN_PACKED_Q_LEN = 256, 16  # the least bounds that graphs are built for
+MAX_GATHERED_BYTES = 1 << 30
 _warm: set[tuple[object, ...]] = set()  # what is known of the graphs that were built, in a Request's terms
 
 
@@ -23,6 +25,12 @@ def warm(request: Request) -> bool:
     static = (request.dtypes["q"], *(d[n] for n in names), d.get("page_size", 0))
     flags = tuple(f in request.features for f in ("causal", "window", "lse", "sinks"))
     return _facts(request.phase, d["batch"], d["q_len"], d["kv_len"], static, flags) in _warm
+
+
+def warm_gathered(request: Request) -> bool:
+    """The same for paged batches whose keys are gathered: their graph is that of a ragged batch."""
+    ragged = replace(request, phase="ragged", dims={**request.dims, "page_size": 0})
+    return warm(ragged)
 
 
 def _facts(
@@ -40,6 +48,34 @@ def _bound(length: int, least: int) -> int:
 def plan(spec: AttentionSpec, batch: Batch) -> Runner:
     """Plan one batch: lengths, page table and bounds now; the graph when run() shows the strides."""
     return _Plan(spec, batch).run
+
+
+def plan_gathered(spec: AttentionSpec, batch: Batch) -> Runner:
+    """Plan one paged batch whose keys and values are copied together first, each sequence's valid ones only."""
+    if batch.kv_lens is None or batch.kv_indices is None:
+        raise Unsupported("the lengths are not known on the host")
+    total = sum(batch.kv_lens)
+    size = total * spec.num_kv_heads * (spec.head_dim_qk + spec.head_dim_vo) * spec.kv_dtype.itemsize
+    if size > MAX_GATHERED_BYTES:
+        raise Unsupported(f"the gathered keys would take {size >> 20} MiB, at most {MAX_GATHERED_BYTES >> 20}")
+    kv_len = batch.kv_len()
+    ends = torch.zeros(batch.size + 1, dtype=torch.int32, device=batch.device)
+    torch.cumsum(kv_len, 0, dtype=torch.int32, out=ends[1:])
+    sequence = torch.repeat_interleave(kv_len, output_size=total)
+    at = torch.arange(total, device=batch.device) - ends[sequence]
+    pages = batch.kv_indices[batch.kv_indptr[sequence] + at // spec.page_size].long()
+    slots = at % spec.page_size
+    packed = replace(
+        batch, page_size=0, kv_indptr=ends, kv_indices=None, last_page_len=None, _derived={}
+    )  # the mask and query fields stay
+    inner = _Plan(replace(spec, phase="ragged", page_size=0), packed)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float, extras: RunExtras | None
+    ) -> None:
+        inner.run(q, k[pages, slots], v[pages, slots], out, lse, scale, extras)
+
+    return run
 
 
 class _Plan:
@@ -78,9 +114,6 @@ class _Plan:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float, extras: RunExtras | None
     ) -> None:
         index = q.device.index
-        if torch.cuda.current_device() != index:
-            with torch.cuda.device(index):
-                return self.run(q, k, v, out, lse, scale, extras)
         sinks = None if extras is None or extras.sinks is None else extras.sinks.contiguous()
         graph = self._graph(q, k, v, out, lse, sinks is not None)
         starts = self._starts(q, k, v, out, lse) if self.packed else ()
@@ -100,7 +133,6 @@ class _Plan:
             lse.mul_(LOG2E)
         if self.fix is not None:
             self.fix(out, lse)
-        return None
 
     def _graph(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, sinks: bool) -> graphs.Built:
         """The graph for these strides: of this plan, of this thread, or built now."""

@@ -28,12 +28,15 @@ def plan(spec: AttentionSpec, batch: Batch) -> Runner:
     padded = spec.use_cuda_graph and not dense  # q may have rows of no sequence
     rows = torch.arange(batch.total_q, dtype=torch.int32, device=batch.device) if padded else batch.qo_indptr
     takes_sinks = len(fwd._schema.arguments) > 34
+    keys = None if paged or batch.kv_lens is None else sum(batch.kv_lens)  # a tile may reach past the last key
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float, extras: RunExtras | None
     ) -> None:
+        if keys is not None:
+            k, v = k[:keys], v[:keys]
         if k.shape[0] == 0:  # the library's own answer would be an LSE of +inf
-            return _no_keys(out, lse)
+            return _no_keys(out, lse, extras)
         if padded:
             out.zero_()
         if dense:
@@ -51,15 +54,19 @@ def plan(spec: AttentionSpec, batch: Batch) -> Runner:
             torch.mul(natural, LOG2E, out=lse.unflatten(0, (-1, q_len)) if dense else lse)
             if padded:
                 lse.masked_fill_((rows[: lse.shape[0]] >= batch.qo_indptr[-1])[:, None], NO_KEYS_LSE)
+            if sinks:  # the library's LSE holds the sink, but for rows without keys
+                torch.maximum(lse, sinks[0].float() * LOG2E, out=lse)
         return None
 
     return run
 
 
-def _no_keys(out: Tensor, lse: Tensor | None) -> None:
+def _no_keys(out: Tensor, lse: Tensor | None, extras: RunExtras | None) -> None:
     out.zero_()
     if lse is not None:
         lse.fill_(NO_KEYS_LSE)
+        if extras is not None and extras.sinks is not None:
+            lse.copy_(extras.sinks * LOG2E)
 
 
 def _splits(spec: AttentionSpec, batch: Batch, q_len: int) -> int:

@@ -68,7 +68,7 @@ def cases(kernel: Kernel, device: Device) -> list[Case]:
 
 def _shorter(case: Case) -> Case:
     """With lengths that a CPU's reference takes in milliseconds; those below 40 stay as they are."""
-    return replace(case, **{n: tuple(min(x, 40 + x // 10) for x in getattr(case, n)) for n in ("q_lens", "kv_lens")})
+    return replace(case, **{n: tuple(min(x, 40 + x // 20) for x in getattr(case, n)) for n in ("q_lens", "kv_lens")})
 
 
 def _drafts(kernel: Kernel) -> Iterator[Case]:
@@ -91,9 +91,16 @@ def _plain(kernel: Kernel, phase: str, dtypes: tuple[torch.dtype, ...]) -> Case:
     sinks = kernel.variant.endswith("sinks")
     lse = "lse" in kernel.support.features
     if phase == "decode":
-        return Case("", phase, (least,) * len(KV_LENS), KV_LENS, dtypes, lse=lse, sinks=sinks)
-    page_size = 16 if phase == "prefill" else 0
+        page = _page_size(kernel)
+        return Case("", phase, (least,) * len(KV_LENS), KV_LENS, dtypes, page_size=page, lse=lse, sinks=sinks)
+    page_size = 0 if phase == "ragged" else _page_size(kernel)
     return Case("", phase, Q_LENS, PREFILL_KV_LENS, dtypes, page_size=page_size, lse=lse, sinks=sinks)
+
+
+def _page_size(kernel: Kernel) -> int:
+    """16 where the kernel takes it, else the nearest that it takes."""
+    limit = kernel.support.dims.get("page_size", Limit())
+    return min((p for p in (16, 8, 128) if limit.problem(p) is None), key=lambda p: abs(p - 16))
 
 
 def _masks(base: Case) -> Iterator[Case]:
@@ -120,9 +127,12 @@ def _shapes(kernel: Kernel, base: Case) -> Iterator[Case]:
         yield replace(causal, name=f"dim-{dim}", dims=(dim, dim), heads=(4, 2))
     for dims in ((192, 128), (128, 64), (64, 128)):
         yield replace(causal, name=f"dims-{dims[0]}-{dims[1]}", dims=dims, heads=(4, 2))
-    for page in (1, 2, 5, 32, 64, 128, 256, 1024) if base.page_size else ():
+    for page in (1, 2, 4, 5, 8, 32, 64, 128, 256, 1024) if base.page_size else ():
         yield replace(causal, name=f"page-{page}", page_size=page)
         yield replace(causal, name=f"page-{page}-dim-128", page_size=page, dims=(128, 128))
+    if base.page_size:
+        yield replace(causal, name="page-64-dim-256", page_size=64, dims=(256, 256))
+        yield replace(causal, name="page-64-dim-192", page_size=64, dims=(192, 192))
     yield replace(causal, name="no-split", no_split=True)
     many = 33
     q_lens = base.q_lens[:1] * many if base.phase == "decode" else tuple(i % 5 for i in range(many))

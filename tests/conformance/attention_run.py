@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,6 +68,18 @@ def _check_replay(kernel: Kernel, case: Case, device: torch.device) -> None:
         batch.update()
         runner(inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, _scale(case), inputs.extras)
 
+    replay = replayed(run)
+    for buffer, value in zip(_buffers(batch), final, strict=True):
+        buffer.copy_(value)
+    for _ in range(2):
+        _poison(inputs)
+        replay()
+    batch.q_lens, batch.kv_lens = case.q_lens, case.kv_lens
+    _judge(case, inputs)
+
+
+def replayed(run: Callable[[], None]) -> Callable[[], None]:
+    """Run once, capture, and return the replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -75,13 +88,7 @@ def _check_replay(kernel: Kernel, case: Case, device: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    for buffer, value in zip(_buffers(batch), final, strict=True):
-        buffer.copy_(value)
-    for _ in range(2):
-        _poison(inputs)
-        graph.replay()
-    batch.q_lens, batch.kv_lens = case.q_lens, case.kv_lens
-    _judge(case, inputs)
+    return graph.replay
 
 
 def _buffers(batch: Batch) -> list[Tensor]:
