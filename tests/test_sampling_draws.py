@@ -363,3 +363,52 @@ def test_a_generator_outside_compiled_graphs() -> None:
     compiled = torch.compile(lambda p, g: sampling_from_probs(p, generator=g), backend="aot_eager")
     got = compiled(probs, torch.Generator().manual_seed(1))
     assert torch.equal(got, sampling_from_probs(probs, generator=torch.Generator().manual_seed(1)))
+
+
+def test_compiled_calls_take_any_batch() -> None:
+    def draw(probs: Tensor, seed: Tensor) -> Tensor:
+        cut = top_k_mask_logits(softmax(probs, 0.7), 5)
+        return top_k_top_p_sampling_from_probs(cut.clamp_min(0), 7, 0.9, seed=seed, offset=0 * seed)
+
+    compiled = torch.compile(draw, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (2, 5, 9):
+        probs = big_probs(rows)
+        assert torch.equal(compiled(probs, torch.tensor([1])), draw(probs, torch.tensor([1])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
+def test_cuda_draws_what_the_cpu_draws(sampler: Callable[..., Any]) -> None:
+    """One seed, one set of numbers: only sums that round differently may part the ids, once in thousands."""
+    probs = big_probs(2000)
+    cpu = sampler(probs, seed=5, offset=8)
+    assert (sampler(probs.cuda(), seed=5, offset=8).cpu() == cpu).float().mean() > 0.995
+    seeds = torch.arange(2000)
+    own = sampler(probs, seed=seeds, offset=seeds * 4)
+    there = sampler(probs.cuda(), seed=seeds.cuda(), offset=seeds.cuda() * 4)
+    assert (there.cpu() == own).float().mean() > 0.995
+
+
+@pytest.mark.gpu
+def test_captured_draws_read_their_seed_at_replay() -> None:
+    probs = big_probs(64).cuda()
+    seed, offset = torch.tensor([5], device="cuda"), torch.tensor([0], device="cuda")
+    expected = [top_p_sampling_from_probs(probs, 0.9, seed=seed, offset=offset + 4 * i) for i in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ids = top_p_sampling_from_probs(probs, 0.9, seed=seed, offset=offset)
+    for want in expected:
+        graph.replay()
+        assert torch.equal(ids, want)
+        offset += 4
+
+
+@pytest.mark.gpu
+def test_a_captured_draw_without_seed_is_refused() -> None:
+    probs = big_probs(4).cuda()
+    sampling_from_probs(probs)
+    with (
+        pytest.raises(RuntimeError, match="a CUDA graph is being captured, no seed can be read; give seed and offset"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        sampling_from_probs(probs)

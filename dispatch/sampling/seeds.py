@@ -37,14 +37,10 @@ def get_seed_and_offset(
     if generator.device.type != "cuda":
         seed, offset = torch.randint(2**63 - 1, (2,), generator=generator, device=generator.device).tolist()
         return seed, offset & ~3
-    try:
-        seed, offset = generator.initial_seed(), generator.get_offset()
-        generator.set_offset(offset + (increment + 3) // 4 * 4)
-    except RuntimeError as error:
-        if not torch.cuda.is_current_stream_capturing():
-            raise
-        text = "a CUDA graph is being captured, no seed can be read; give seed and offset as tensors"
-        raise RuntimeError(text) from error
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a CUDA graph is being captured, no seed can be read; give seed and offset as tensors")
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator.set_offset(offset + (increment + 3) // 4 * 4)
     return seed, offset
 
 
