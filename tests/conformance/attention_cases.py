@@ -88,7 +88,7 @@ def _drafts(kernel: Kernel) -> Iterator[Case]:
 
 def _plain(kernel: Kernel, phase: str, dtypes: tuple[torch.dtype, ...]) -> Case:
     least = kernel.support.dims.get("q_len", Limit()).min or 1
-    sinks = kernel.variant.endswith("sinks")
+    sinks = "sinks" in kernel.support.features
     lse = "lse" in kernel.support.features
     if phase == "decode":
         page = _page_size(kernel)
