@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernelmux.capabilities import Batch, dtype_name
 from kernelmux.dispatch.attention import packed_mask
-from kernelmux.dispatch.attention.metadata import Lengths, on_device, uniform_indptr, upload
+from kernelmux.dispatch.attention.metadata import Lengths, on_device, uniform_indptr, uniform_lengths, upload
 
 Mask = tuple[Tensor, Tensor] | None
 
@@ -25,7 +25,9 @@ def eager_batch(
     and, when paged, last_page_len, as the caller has them; those on the device are used where they are."""
     host = (lengths.qo_indptr, lengths.kv_indptr, lengths.last_page_len)
     away = [h for h, g in zip(host, given, strict=False) if g is not None and h is not None and g.device != device]
-    kv_len, q_len, *moved = upload([lengths.kv_len, lengths.q_len, *away], device)
+    uniform = given[0] is None
+    kv_len, *moved = upload([lengths.kv_len, *([] if uniform else [lengths.q_len]), *away], device)
+    q_len = uniform_lengths(lengths.size, lengths.max_q_len, device) if uniform else moved.pop(0)
     placed = [None if g is None else on_device(g, device) if g.device == device else moved.pop(0) for g in given]
     qo_indptr, kv_indptr = placed[0], placed[1]
     if qo_indptr is None:
@@ -42,7 +44,7 @@ def eager_batch(
         kv_indptr=kv_indptr,
         kv_indices=None if indices is None else on_device(indices, device),
         last_page_len=placed[2] if page_size else None,
-        q_lens=tuple(lengths.q_len.tolist()),
+        q_lens=(lengths.max_q_len,) * lengths.size if uniform else tuple(lengths.q_len.tolist()),
         kv_lens=tuple(lengths.kv_len.tolist()),
         packed_mask=mask and mask[0],
         mask_indptr=mask and mask[1],

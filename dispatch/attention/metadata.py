@@ -53,7 +53,6 @@ def on_host(given: Mapping[str, Tensor]) -> list[Tensor]:
 def paged_lengths(given: Mapping[str, Tensor], page_size: int, q_len_per_req: int = 0) -> Lengths:
     """Lengths from (qo_indptr,) kv_indptr and last_page_len, under the names of the caller's arguments."""
     *rows, kv_indptr, last = on_host(given)
-    qo_indptr = rows[0] if rows else uniform_indptr(kv_indptr.numel() - 1, q_len_per_req, _CPU)
     names = list(given)
     if last.numel() != kv_indptr.numel() - 1:
         raise ValueError(
@@ -62,7 +61,12 @@ def paged_lengths(given: Mapping[str, Tensor], page_size: int, q_len_per_req: in
         )
     pages = kv_indptr[1:] - kv_indptr[:-1]
     kv_len = ((pages - 1) * page_size + last).masked_fill_(pages <= 0, 0)
-    return _lengths(names, qo_indptr, kv_indptr, last, kv_len)
+    if rows:
+        return _lengths(names, rows[0], kv_indptr, last, kv_len)
+    size, q_len = last.numel(), q_len_per_req
+    qo_indptr, q_lens = uniform_indptr(size, q_len, _CPU), uniform_lengths(size, q_len, _CPU)
+    max_kv = _longest(names[-1], kv_len)
+    return Lengths(qo_indptr, kv_indptr, last, q_lens, kv_len, q_len, max_kv, size * q_len, int(kv_indptr[-1]))
 
 
 def ragged_lengths(given: Mapping[str, Tensor]) -> Lengths:
@@ -79,15 +83,26 @@ def _lengths(
             f"{names[0]} has {qo_indptr.numel()} entries and {names[1]} {kv_indptr.numel()}; both need batch + 1"
         )
     q_len = qo_indptr[1:] - qo_indptr[:-1]
-    if q_len.numel() == 0:
-        return Lengths(qo_indptr, kv_indptr, last, q_len, kv_len, 0, 0, 0, 0)
-    (min_q, max_q), (min_kv, max_kv) = (map(int, torch.aminmax(t)) for t in (q_len, kv_len))
-    if min_q < 0 or min_kv < 0:
-        name, value = (names[0], min_q) if min_q < 0 else (names[-1] if last is not None else names[1], min_kv)
-        raise ValueError(f"{name} gives a sequence the length {value}, it must not be negative; correct it")
+    max_q, max_kv = _longest(names[0], q_len), _longest(names[-1], kv_len)
     if int(qo_indptr[0]) != 0:
         raise ValueError(f"{names[0]}[0] is {int(qo_indptr[0])}, it must be 0; slice q instead")
     return Lengths(qo_indptr, kv_indptr, last, q_len, kv_len, max_q, max_kv, int(qo_indptr[-1]), int(kv_indptr[-1]))
+
+
+def _longest(name: str, lengths: Tensor) -> int:
+    """The longest of these lengths, none of which is negative."""
+    if lengths.numel() == 0:
+        return 0
+    least, most = torch.aminmax(lengths)
+    if int(least) < 0:
+        raise ValueError(f"{name} gives a sequence the length {int(least)}, it must not be negative; correct it")
+    return int(most)
+
+
+@lru_cache(maxsize=4096)
+def uniform_lengths(size: int, length: int, device: torch.device) -> Tensor:
+    """`size` times `length`, int32. Shared: never written to."""
+    return torch.full((size,), length, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=4096)
@@ -100,7 +115,9 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies of int32 CPU tensors on the device, brought there together, each at an address divisible by 16."""
     parts: list[Tensor] = []
     for t in tensors:
-        parts += [t, _PADDING[: -t.numel() % 4]]
+        parts.append(t)
+        if t.numel() % 4:
+            parts.append(_PADDING[: -t.numel() % 4])
     staging = torch.empty(sum(p.numel() for p in parts), dtype=torch.int32, pin_memory=device.type == "cuda")
     moved = torch.cat(parts, out=staging).to(device, non_blocking=True)
     result, at = [], 0

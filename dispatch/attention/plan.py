@@ -54,6 +54,8 @@ class Plan:
         extras: RunExtras | None,
     ) -> None:
         """Run the kernel of this call's features, choosing and planning it on first use."""
+        if q.device != self.batch.device:
+            raise ValueError(f"q is on {q.device}, planned is {self.batch.device}; move it, or plan on its device")
         capturing = False
         if self.cuda:
             if torch.cuda.current_device() != self.batch.device.index:
@@ -113,7 +115,7 @@ class Plan:
         mark: tuple[int, ...] | None = _capture() if capturing else None
         if mark is not None:
             index = (batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.last_page_len)
-            mark = (*mark, *(t._version for t in index if t is not None))
+            mark = (*mark, *(t._version for t in index if t is not None and not t.is_inference()))
             if mark == batch.refreshed:
                 return
         batch.update()

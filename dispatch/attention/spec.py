@@ -115,8 +115,8 @@ def _check(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor) ->
 def _check_part(name: str, t: Tensor, argument: str, dtype: torch.dtype, heads: int, dim: int) -> None:
     if t.dtype != dtype:
         raise ValueError(
-            f"{name} is {dtype_name(t.dtype)}, planned is {dtype_name(dtype)}; convert it, or pass {argument}={t.dtype} "
-            "to plan()"
+            f"{name} is {dtype_name(t.dtype)}, planned is {dtype_name(dtype)}; convert it, or pass "
+            f"{argument}={t.dtype} to plan()"
         )
     if t.shape[-1] != dim or t.shape[-2] != heads:
         raise ValueError(
