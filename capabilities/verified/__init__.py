@@ -7,6 +7,7 @@ it ran with, the number of cases and the date. A record of other sources than to
 import hashlib
 import importlib.util
 import json
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,13 @@ def verified(kernel: Kernel) -> dict[str, dict[str, Any]]:
     return found
 
 
-def record(arch: str, gpu: str, versions: dict[str, str], date: str, cases: dict[Kernel, int], into: Path) -> Path:
+def record(
+    arch: str, gpu: str, versions: dict[str, str], date: str, cases: Iterable[tuple[Kernel, int]], into: Path
+) -> Path:
     """Write the outcome of a passed conformance run to `into`/arch.json, keeping other kernels' entries."""
     path = into / f"{arch}.json"
     kept = json.loads(path.read_text())["kernels"] if path.exists() else {}
-    fresh = {k.id: {"source": source_hash(k.target), "cases": n} for k, n in cases.items()}
+    fresh = {k.id: {"source": source_hash(k.target), "cases": n} for k, n in cases}
     value = {"gpu": gpu, "date": date, "versions": versions, "kernels": dict(sorted({**kept, **fresh}.items()))}
     path.write_text(json.dumps(value, indent=1) + "\n")
     return path
