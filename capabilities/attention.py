@@ -146,7 +146,8 @@ class Batch:
         out.copy_(((count - 1) * self.page_size + self.last_page_len).masked_fill_(count <= 0, 0))
 
     def block_table(self) -> Tensor:
-        """Page ids, int32 [size, table_width]; columns past a sequence's pages are 0."""
+        """Page ids, int32 [size, table_width]. Columns past a sequence's pages repeat its last one, so that a kernel
+        that loads a whole tile meets no foreign memory; a sequence without pages has zeros."""
         return self._form("block_table", (self.size, self.table_width), self._fill_block_table)
 
     def _fill_block_table(self, out: Tensor) -> None:
@@ -154,11 +155,10 @@ class Batch:
         if self.kv_indices.numel() == 0:
             out.zero_()
             return
+        first, end = self.kv_indptr[:-1, None], self.kv_indptr[1:, None]
         columns = torch.arange(out.shape[1], dtype=torch.int32, device=self.device)
-        at = self.kv_indptr[:-1, None] + columns
-        used = at < self.kv_indptr[1:, None]
-        at = at.clamp_(max=self.kv_indices.numel() - 1).long()
-        torch.mul(self.kv_indices[at], used, out=out)
+        at = torch.minimum(first + columns, end - 1).clamp_(0, self.kv_indices.numel() - 1)
+        torch.mul(self.kv_indices[at.long()], end > first, out=out)
 
     def update(self) -> None:
         """Rebuild every derived form from the index tensors, in place (captured by a CUDA graph)."""

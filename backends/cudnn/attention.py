@@ -106,9 +106,8 @@ class _Plan:
         if spec.use_cuda_graph:
             return table.shape[1] * spec.page_size, table
         bound = _bound(batch.max_kv_len, max(MIN_KV_LEN, spec.page_size))
-        wide = table.new_zeros(batch.size, bound // spec.page_size)
-        wide[:, : table.shape[1]] = table
-        return bound, wide
+        missing = bound // spec.page_size - table.shape[1]
+        return bound, torch.cat((table, table[:, -1:].expand(-1, missing)), 1).contiguous()
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float, extras: RunExtras | None

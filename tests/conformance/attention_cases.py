@@ -100,7 +100,7 @@ def _plain(kernel: Kernel, phase: str, dtypes: tuple[torch.dtype, ...]) -> Case:
 def _page_size(kernel: Kernel) -> int:
     """16 where the kernel takes it, else the nearest that it takes."""
     limit = kernel.support.dims.get("page_size", Limit())
-    return min((p for p in (16, 8, 128) if limit.problem(p) is None), key=lambda p: abs(p - 16))
+    return min((p for p in (16, 1, 128) if limit.problem(p) is None), key=lambda p: abs(p - 16))
 
 
 def _masks(base: Case) -> Iterator[Case]:

@@ -105,11 +105,12 @@ def _starts(lengths: tuple[int, ...]) -> Tensor:
 
 
 def _batch(case: Case, device: torch.device) -> Batch:
-    """Pages in random order, with ids of -1 behind those in use. In graph mode the bounds are wider than needed."""
+    """Pages in random order, page 0 never among them, with ids of -1 behind those in use. In graph mode the bounds are
+    wider than needed."""
     page, pages = case.page_size, _pages(case)
     indices = last = None
     if page:
-        order = torch.randperm(sum(pages) + 3, generator=torch.Generator().manual_seed(sum(pages)))[: sum(pages)]
+        order = 1 + torch.randperm(sum(pages) + 2, generator=torch.Generator().manual_seed(sum(pages)))[: sum(pages)]
         indices = torch.cat((order, torch.full((2,), -1))).to(torch.int32)
         last = torch.tensor([(n - 1) % page + 1 if n else 0 for n in case.kv_lens], dtype=torch.int32)
     starts = _starts(pages if page else case.kv_lens)
