@@ -22,6 +22,7 @@ FIELDS: dict[str, Any] = {
     "prompt": str, "temperature": (int, float), "top_k": int, "top_p": (int, float), "min_p": (int, float), "seed": int,
     "max_new_tokens": int,
 }  # fmt: skip
+WIDE = 140  # columns of the table where there is no terminal
 out = Console()
 err = Console(stderr=True)
 
@@ -88,7 +89,7 @@ def generate(
         return
     out.print(f"\n{_speed_line(speed)}", highlight=False, soft_wrap=True)
     if table:
-        out.print(_table())
+        out.print(_table(), width=None if out.is_terminal else WIDE)
 
 
 def read_prompts(lines: Iterable[str]) -> list[dict[str, Any]]:
