@@ -157,8 +157,9 @@ class Batch:
             return
         first, end = self.kv_indptr[:-1, None], self.kv_indptr[1:, None]
         columns = torch.arange(out.shape[1], dtype=torch.int32, device=self.device)
-        at = torch.minimum(first + columns, end - 1).clamp_(0, self.kv_indices.numel() - 1)
-        torch.mul(self.kv_indices[at.long()], end > first, out=out)
+        last = (end - 1).clamp_(0, self.kv_indices.numel() - 1)
+        at = torch.minimum(torch.add(first, columns, out=out), last, out=out)
+        out.copy_(self.kv_indices.index_select(0, at.view(-1)).view_as(out)).mul_(end > first)
 
     def update(self) -> None:
         """Rebuild every derived form from the index tensors, in place (captured by a CUDA graph)."""

@@ -11,7 +11,7 @@ from kernelmux.dispatch.attention.op import KV_STRIDES_DIFFER
 from kernelmux.dispatch.attention.wrapper import AttentionWrapper
 from kernelmux.dispatch.page.cache import paged_views
 
-GRAPH_TABLE_ENTRIES = 1 << 23  # a page table made for a CUDA graph has at most this many ids (32 MiB) ...
+GRAPH_TABLE_ENTRIES = 1 << 21  # a page table made for a CUDA graph has at most this many ids (8 MiB) ...
 GRAPH_TABLE_TOKENS = 1 << 17  # ... unless that would not reach this many tokens
 
 
