@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import secrets
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,8 +23,7 @@ FIELDS: dict[str, Any] = {
     "prompt": str, "temperature": (int, float), "top_k": int, "top_p": (int, float), "min_p": (int, float), "seed": int,
     "max_new_tokens": int,
 }  # fmt: skip
-WIDE = 140  # columns of the table where there is no terminal
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else 140)  # wide where there is no terminal
 err = Console(stderr=True)
 
 
@@ -89,7 +89,7 @@ def generate(
         return
     out.print(f"\n{_speed_line(speed)}", highlight=False, soft_wrap=True)
     if table:
-        out.print(_table(), width=None if out.is_terminal else WIDE)
+        out.print(_table())
 
 
 def read_prompts(lines: Iterable[str]) -> list[dict[str, Any]]:
