@@ -154,7 +154,7 @@ def test_gradients_break_the_graph_and_flow_in_eager_mode() -> None:
     assert out.requires_grad
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(lambda q, k, v: wrapper.run(q, (k, v)), "eager")(q, *case.pair)
-    with pytest.raises(ValueError, match="requires grad under torch.compile"):
+    with pytest.raises(ValueError, match=r"requires grad under torch.compile"):
         attention_compiled.refuse_grad(q, *case.pair)
 
 

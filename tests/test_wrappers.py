@@ -137,6 +137,30 @@ def test_options_of_prefill_and_ragged(plan: dict[str, Any], formula: dict[str, 
     close(ragged(case, **plan).run(case.q, *packed(case)), expected)
 
 
+def rotated(x: Tensor, first: int, scale: float, theta: float) -> Tensor:
+    """Rows of x as complex numbers (i, i + D/2), turned by their positions first, first + 1, …"""
+    half = x.shape[-1] // 2
+    angle = torch.outer(torch.arange(first, first + len(x)).double(), theta ** -(torch.arange(half) / half) / scale)
+    z = (
+        torch.complex(x[..., :half].double(), x[..., half:].double())
+        * torch.polar(torch.ones(()).double(), angle)[:, None]
+    )
+    return torch.cat((z.real, z.imag), dim=-1)
+
+
+def test_rotary_embedding_in_the_kernel() -> None:
+    case, turned = Paged(), Paged()
+    for i, (n, m) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
+        turned.ks[i] = rotated(case.ks[i], 0, 2.0, 100.0)
+        at = slice(sum(case.q_lens[:i]), sum(case.q_lens[: i + 1]))
+        turned.q[at] = rotated(case.q[at], m - n, 2.0, 100.0).float()
+    options = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 100.0, "causal": True}
+    expected = turned.expect(causal=True)[0]
+    close(prefill(case, **options).run(case.q, case.pair), expected)
+    close(prefill(case).forward(case.q, case.pair, **options), expected)
+    close(ragged(case, **options).run(case.q, *packed(case)), expected)
+
+
 @pytest.mark.parametrize(("plan", "formula"), OPTIONS[1:5:2])
 def test_options_of_decode(plan: dict[str, Any], formula: dict[str, Any]) -> None:
     case = Paged(q_lens=(1, 1, 1))

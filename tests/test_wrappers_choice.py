@@ -14,7 +14,7 @@ from torch import Tensor
 import kernelmux
 from kernelmux import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, FallbackWarning
 from kernelmux.capabilities import AttentionSpec, Backend, Batch, Kernel, Runner, Support, Unsupported
-from kernelmux.dispatch.attention.op import ATTENTION, FEATURES, request_of
+from kernelmux.dispatch.attention.op import ATTENTION, FEATURES, RUN_FEATURES, request_of
 from kernelmux.dispatch.attention.reference import reference
 from kernelmux.testing import installed
 
@@ -58,9 +58,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     made = Stub()
     monkeypatch.setitem(sys.modules, made.__name__, made)
     kernels = [
-        Kernel(
-            "attention", "kernelmux_attention_stub:plain", Support(device="any", features=frozenset({"cuda_graph"}))
-        ),
+        Kernel("attention", "kernelmux_attention_stub:plain", Support(device="any", features=frozenset())),
         Kernel(
             "attention", "kernelmux_attention_stub:rich", Support(device="any", features=frozenset(FEATURES)), "rich"
         ),
@@ -126,10 +124,10 @@ def test_every_feature_of_a_plan_reaches_the_request() -> None:
         wrapper.plan(case.qo_indptr, *case.tables, 4, 2, 16, 16, q_data_type=F32, **options)
         spec = wrapper._base.spec
         seen |= request_of(spec, wrapper._batch, 0).features
-    rest = {"multi_item", "bidirectional", "cuda_graph", *("lse", "sinks", "tensor_scale", "per_head_scales")}
-    assert seen == set(FEATURES) - rest - {"kv_strides_differ", "unaligned"}
+    rest = {"multi_item", "bidirectional", "cuda_graph", "device_lengths"}
+    assert seen == set(FEATURES) - rest - set(RUN_FEATURES)
     request = request_of(spec, wrapper._batch, 0b111111)
-    assert {"lse", "sinks", "tensor_scale", "per_head_scales", "kv_strides_differ", "unaligned"} <= request.features
+    assert set(RUN_FEATURES) <= request.features
     assert (request.dims["batch"], request.dims["q_len"], request.dims["kv_len"]) == (3, 3, 33)
     assert set(request.dims) <= set(ATTENTION.dims)
 
@@ -157,7 +155,7 @@ def test_graph_mode_keeps_the_first_choice(stub: Stub) -> None:
         wrapper.plan(*case.tables, *case.heads, 16, 16, q_data_type=F32)
     wrapper.run(case.q, case.pair)
     assert len(stub.planned) == 1
-    assert stub.ran == ["plain"]
+    assert stub.ran == ["rich"]  # without a GPU, lengths that only buffers hold are a feature
 
 
 def test_a_named_backend_binds(stub: Stub) -> None:
@@ -188,7 +186,7 @@ def test_the_context_of_plan_counts_also_for_what_run_asks_first(stub: Stub) -> 
 def test_a_kernel_may_refuse_before_any_launch(stub: Stub, where: str) -> None:
     case = Paged(**CASE)
     stub.refuse = where
-    with pytest.warns(FallbackWarning, match="refused at run time: (not today|these strides); using the next"):
+    with pytest.warns(FallbackWarning, match=r"refused at run time: (not today|these strides); using the next"):  # noqa: PT031
         wrapper = planned(case)
         close(wrapper.run(case.q, case.pair), case.expect()[0])
     assert wrapper.resolved_backend == "reference"
@@ -208,7 +206,7 @@ def test_gradients_go_to_a_kernel_that_has_them(stub: Stub, learnt: str) -> None
     assert stub.ran == []
     assert wrapper.resolved_backend == "reference"
     assert out.requires_grad
-    with pytest.raises(kernelmux.NoKernelError, match="grad: this kernel is not differentiable.*no_grad"):
+    with pytest.raises(kernelmux.NoKernelError, match=r"grad: this kernel is not differentiable.*no_grad"):
         planned(case, backend="stub").run(case.q.requires_grad_(), case.pair)
 
 

@@ -175,7 +175,7 @@ def test_what_decode_refuses() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             wrapper.plan(*tables, *sizes, q_data_type=F32, **changes)
-    with pytest.raises(ValueError, match="indptr has 4 entries|last_page_len has 2 entries, indptr describes 3"):
+    with pytest.raises(ValueError, match=r"indptr has 4 entries|last_page_len has 2 entries, indptr describes 3"):
         wrapper.plan(tables[0], tables[1], tables[2][:2], *sizes)
     with pytest.raises(ValueError, match=r"indptr\[-1\] is 4, there are 3 page ids"):
         wrapper.plan(tables[0], tables[1][:3], tables[2], *sizes)
@@ -184,7 +184,7 @@ def test_what_decode_refuses() -> None:
         wrapper.run(case.q, case.pair, window_left=3)
     with pytest.raises(ValueError, match=r"q_len_per_req is 2 in run\(\), 1 was planned"):
         wrapper.run(case.q, case.pair, q_len_per_req=2)
-    with pytest.raises(ValueError, match="skip_softmax_threshold_scale_factor is 1.0"):
+    with pytest.raises(ValueError, match=r"skip_softmax_threshold_scale_factor is 1.0"):
         wrapper.run(case.q, case.pair, skip_softmax_threshold_scale_factor=1.0)
     with pytest.raises(ValueError, match="variant is 'shared', it must be 'independent'"):
         wrapper.prewarm_paged_kv_stride_variant("shared")
@@ -193,7 +193,7 @@ def test_what_decode_refuses() -> None:
 def test_what_ragged_refuses() -> None:
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace())
     indptr = ints(0, 2, 3)
-    with pytest.raises(ValueError, match="v_indptr is a tensor .*, which no kernel here applies"):
+    with pytest.raises(ValueError, match=r"v_indptr is a tensor .*, which no kernel here applies"):
         wrapper.plan(indptr, indptr, 4, 2, 16, q_data_type=F32, v_indptr=ints(0, 1, 2))
     with pytest.raises(ValueError, match="qo_indptr has 3 entries and kv_indptr 2"):
         wrapper.plan(indptr, ints(0, 2), 4, 2, 16)
@@ -203,7 +203,7 @@ def test_what_ragged_refuses() -> None:
     q, kv = torch.zeros(3, 4, 16), torch.zeros(2, 2, 16)
     with pytest.raises(ValueError, match=r"k has 2 rows, kv_indptr\[-1\] is 3; pass all keys"):
         wrapper.run(q, kv, kv)
-    with pytest.raises(ValueError, match="k has shape .* 3 dimensions are needed"):
+    with pytest.raises(ValueError, match=r"k has shape .* 3 dimensions are needed"):
         wrapper.run(q, torch.zeros(3, 2, 1, 16), torch.zeros(3, 2, 1, 16))
 
 
@@ -228,10 +228,10 @@ def test_what_the_ranges_wrapper_refuses() -> None:
 def test_what_constructors_refuse(make: Any) -> None:
     with pytest.raises(ValueError, match="kv_layout is 'nhd', it must be 'NHD' or 'HND'"):
         make(workspace(), "nhd")
-    with pytest.raises(ValueError, match="jit_args is .*, which no kernel here applies"):
+    with pytest.raises(ValueError, match=r"jit_args is .*, which no kernel here applies"):
         make(workspace(), jit_args=["uri"])
     with pytest.raises(
-        SettingError, match="names 'fa2', no backend of that name.*'fa2' is FlashInfer's; kernelmux.flash"
+        SettingError, match=r"names 'fa2', no backend of that name.*'fa2' is FlashInfer's; kernelmux.flash"
     ):
         make(workspace(), backend="fa2")
     with pytest.raises(SettingError, match="names 'cudn', no backend of that name"):

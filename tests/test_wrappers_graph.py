@@ -190,7 +190,7 @@ def test_prefill_bounds_are_those_of_the_first_plan() -> None:
     wrapper, _ = fixed_prefill()
     plan_prefill(wrapper, Paged(q_lens=(2, 2, 2)), max_token_per_sequence=2, max_sequence_kv=40)
     assert (wrapper._batch.max_q_len, wrapper._batch.max_kv_len) == (2, 40)
-    with pytest.raises(ValueError, match="queries in the longest sequence: 3 needed.*room for 2"):
+    with pytest.raises(ValueError, match=r"queries in the longest sequence: 3 needed.*room for 2"):
         plan_prefill(wrapper, Paged(q_lens=(3, 1, 2)))
 
 

@@ -41,7 +41,10 @@ _SPEC_FEATURES: tuple[tuple[str, Callable[[AttentionSpec], bool]], ...] = (
     ("fixed_split", lambda s: s.fixed_split > 0),
     ("no_split", lambda s: s.disable_split),
 )
-FEATURES = (*(name for name, _ in _SPEC_FEATURES), *RUN_FEATURES)
+# Graph mode without a GPU: lengths are in buffers, read by each run. With one, kernels that may not need them on the
+# host are tried, and those that do refuse.
+DEVICE_LENGTHS = "device_lengths"
+FEATURES = (*(name for name, _ in _SPEC_FEATURES), *RUN_FEATURES, DEVICE_LENGTHS)
 
 ATTENTION = Op(
     "attention",
@@ -89,6 +92,8 @@ def request_of(spec: AttentionSpec, batch: Batch, uses: int) -> Request:
         dims["page_size"] = spec.page_size
     features = {name for name, holds in _SPEC_FEATURES if holds(spec)}
     features |= {name for i, name in enumerate(RUN_FEATURES) if uses >> i & 1}
+    if batch.kv_lens is None and batch.device.type != "cuda":
+        features.add(DEVICE_LENGTHS)
     return Request(
         "attention",
         "attention",
@@ -110,7 +115,8 @@ class Choice:
     def __init__(self, spec: AttentionSpec, batch: Batch, uses: int, backend: str, prefer: Preference | None) -> None:
         self.spec, self.batch, self.uses, self.backend, self.prefer = spec, batch, uses, backend, prefer
         lengths = ATTENTION.bucket(batch.size, batch.max_q_len, batch.max_kv_len)
-        self.key = (id(spec), lengths, batch.device, uses, backend, prefer)  # specs are interned and never freed
+        known = batch.kv_lens is not None
+        self.key = (id(spec), lengths, known, batch.device, uses, backend, prefer)  # specs are interned, never freed
 
     def plan(self) -> Runner:
         """Choose, let the kernel plan, and return what runs it."""
