@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,15 @@ TINY = ModelConfig(
     rope=Rope("plain", 1e4, 16),
     tied=True,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Two test processes with two threads each, on two cores, would wait for one another most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def weights(config: ModelConfig = TINY, seed: int = 0) -> Weights:

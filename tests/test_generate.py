@@ -3,7 +3,7 @@
 import io
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,15 @@ OPS = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Two test processes with two threads each, on two cores, would wait for one another most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def smollm() -> Path:
     """The demo model's file; skipped, with the registry's reason, where it or its readers are not installed."""
@@ -51,6 +60,16 @@ def checkpoint(smollm: Path) -> Checkpoint:
     return load(smollm, torch.float32, torch.device("cpu"))
 
 
+@pytest.fixture(scope="session")
+def theirs(smollm: Path) -> Any:
+    """The same file as a model of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        smollm.parent, gguf_file=smollm.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
 Run = Callable[..., Result]
 
 
@@ -66,36 +85,28 @@ def run(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> Run:
 # -- the text of transformers ---------------------------------------------------------------------------------------
 
 
-def test_greedy_text_equals_that_of_transformers(smollm: Path, checkpoint: Checkpoint) -> None:
+def test_greedy_text_equals_that_of_transformers(theirs: Any, checkpoint: Checkpoint) -> None:
     """Six prompts in one batch, fp32, 64 new tokens, joining at different steps: each token for token."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(smollm.parent, gguf_file=smollm.name, dtype=torch.float32).eval()
     sequences = [Sequence(checkpoint.encode(p), max_new_tokens=64, stop=checkpoint.stop) for p in PROMPTS]
     engine = Engine(checkpoint.config, checkpoint.weights, max_batch=5, step_tokens=64)
     for _ in engine.generate(sequences):
         pass
     for prompt, sequence in zip(PROMPTS, sequences, strict=True):
         tokens = torch.tensor([sequence.tokens[: sequence.prompt_len]])
-        right = model.generate(
+        right = theirs.generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=64, do_sample=False, pad_token_id=0
         )
         assert sequence.new_tokens == right[0, sequence.prompt_len :].tolist(), prompt
     assert max(len(s.new_tokens) for s in sequences) == 64
 
 
-def test_teacher_forced_logits_equal_those_of_transformers(smollm: Path, checkpoint: Checkpoint) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        smollm.parent, gguf_file=smollm.name, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+def test_teacher_forced_logits_equal_those_of_transformers(theirs: Any, checkpoint: Checkpoint) -> None:
     batch = [checkpoint.encode(p) for p in PROMPTS[2:4]]
     engine = Engine(checkpoint.config, checkpoint.weights)
     for prefill in (None, 50):
         for tokens, logits in zip(batch, engine.forward(batch, prefill), strict=True):
             with torch.inference_mode():
-                right = model(torch.tensor([tokens])).logits[0]
+                right = theirs(torch.tensor([tokens])).logits[0]
             torch.testing.assert_close(logits, right, atol=2e-3, rtol=1e-3)
 
 
