@@ -1,12 +1,161 @@
 """The unified API: each public function and wrapper resolves its call to a kernel."""
 
-import importlib
+from kernelmux.dispatch import logits_processor
+from kernelmux.dispatch.activation import (
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    silu_and_mul,
+)
+from kernelmux.dispatch.attention import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithCausalBidirectionalRangesWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+    packbits,
+    segment_packbits,
+    single_decode_with_kv_cache,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+from kernelmux.dispatch.gemm import (
+    bmm_bf16,
+    mm_bf16,
+)
+from kernelmux.dispatch.norm import (
+    fused_add_rmsnorm,
+    fused_add_rmsnorm_fp8_block_quant,
+    fused_add_rmsnorm_quant,
+    fused_rmsnorm_silu,
+    gemma_fused_add_rmsnorm,
+    gemma_rmsnorm,
+    layernorm,
+    layernorm_quant,
+    rmsnorm,
+    rmsnorm_quant,
+)
+from kernelmux.dispatch.page import (
+    append_paged_kv_cache,
+    append_paged_mla_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+    nvfp4_quantize_append_paged_kv_cache,
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+    nvfp4_quantize_append_paged_mla_kv_cache,
+)
+from kernelmux.dispatch.quantization import (
+    nvfp4_kv_dequantize,
+    nvfp4_kv_quantize,
+)
+from kernelmux.dispatch.rope import (
+    apply_llama31_rope,
+    apply_llama31_rope_inplace,
+    apply_llama31_rope_pos_ids,
+    apply_llama31_rope_pos_ids_inplace,
+    apply_rope,
+    apply_rope_inplace,
+    apply_rope_pos_ids,
+    apply_rope_pos_ids_inplace,
+    apply_rope_with_cos_sin_cache,
+    apply_rope_with_cos_sin_cache_inplace,
+    mla_rope_quantize_fp8,
+    rope_quantize_fp8,
+    rope_quantize_fp8_append_paged_kv_cache,
+)
+from kernelmux.dispatch.sampling import (
+    chain_speculative_sampling,
+    get_seed_and_offset,
+    min_p_sampling_from_probs,
+    sampling_from_logits,
+    sampling_from_probs,
+    softmax,
+    top_k_mask_logits,
+    top_k_renorm_probs,
+    top_k_sampling_from_probs,
+    top_k_top_p_sampling_from_logits,
+    top_k_top_p_sampling_from_probs,
+    top_p_renorm_probs,
+    top_p_sampling_from_probs,
+)
+from kernelmux.dispatch.topk import (
+    TopKTieBreak,
+    top_k,
+    top_k_page_table_transform,
+    top_k_ragged_transform,
+)
 
-_FAMILIES = ("attention", "page", "sampling", "topk", "rope", "norm", "activation", "gemm", "quantization", "logits_processor")
-
-__all__: list[str] = []
-for _family in _FAMILIES:
-    _module = importlib.import_module(f"kernelmux.dispatch.{_family}")
-    for _name in getattr(_module, "__all__", ()):
-        globals()[_name] = getattr(_module, _name)
-        __all__.append(_name)
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "TopKTieBreak",
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "apply_llama31_rope",
+    "apply_llama31_rope_inplace",
+    "apply_llama31_rope_pos_ids",
+    "apply_llama31_rope_pos_ids_inplace",
+    "apply_rope",
+    "apply_rope_inplace",
+    "apply_rope_pos_ids",
+    "apply_rope_pos_ids_inplace",
+    "apply_rope_with_cos_sin_cache",
+    "apply_rope_with_cos_sin_cache_inplace",
+    "bmm_bf16",
+    "chain_speculative_sampling",
+    "fast_decode_plan",
+    "fused_add_rmsnorm",
+    "fused_add_rmsnorm_fp8_block_quant",
+    "fused_add_rmsnorm_quant",
+    "fused_rmsnorm_silu",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
+    "get_batch_indices_positions",
+    "get_seed_and_offset",
+    "get_seq_lens",
+    "layernorm",
+    "layernorm_quant",
+    "logits_processor",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "min_p_sampling_from_probs",
+    "mla_rope_quantize_fp8",
+    "mm_bf16",
+    "nvfp4_kv_dequantize",
+    "nvfp4_kv_quantize",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "nvfp4_quantize_append_paged_mla_kv_cache",
+    "packbits",
+    "rmsnorm",
+    "rmsnorm_quant",
+    "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache",
+    "sampling_from_logits",
+    "sampling_from_probs",
+    "segment_packbits",
+    "silu_and_mul",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+    "softmax",
+    "top_k",
+    "top_k_mask_logits",
+    "top_k_page_table_transform",
+    "top_k_ragged_transform",
+    "top_k_renorm_probs",
+    "top_k_sampling_from_probs",
+    "top_k_top_p_sampling_from_logits",
+    "top_k_top_p_sampling_from_probs",
+    "top_p_renorm_probs",
+    "top_p_sampling_from_probs",
+]
