@@ -182,6 +182,9 @@ def _paged_cases() -> list[Case]:
         return Case("BatchPrefillWithPagedKVCacheWrapper", features, module, kind, run, explained)
 
     quirk = "upstream reads the offsets of a packed mask in elements, so that only its first sequence is right"
+    twice = (
+        "upstream multiplies the biased logits by sm_scale a second time before the tanh: with sm_scale 1 all agrees"
+    )
     alibi, rope = {"pos_encoding_mode": "ALIBI"}, {"pos_encoding_mode": "ROPE_LLAMA"}
     approx = "attention approx"
     return [
@@ -217,7 +220,24 @@ def _paged_cases() -> list[Case]:
         case("causal, soft cap 30", "prefill-cap", approx, causal=True, logits_soft_cap=30.0),
         case("causal, ALIBI", "prefill-alibi", causal=True, **alibi),
         case("ALIBI without causal, 12 heads", "prefill-alibi", heads=(12, 4), **alibi),
-        case("causal, ALIBI and soft cap 8", "prefill-alibi-cap", approx, causal=True, logits_soft_cap=8.0, **alibi),
+        case(
+            "causal, ALIBI and soft cap 8",
+            "prefill-alibi-cap",
+            approx,
+            twice,
+            causal=True,
+            logits_soft_cap=8.0,
+            **alibi,
+        ),
+        case(
+            "causal, ALIBI and soft cap 8, sm_scale 1",
+            "prefill-alibi-cap",
+            approx,
+            causal=True,
+            sm_scale=1.0,
+            logits_soft_cap=8.0,
+            **alibi,
+        ),
         case("causal, ROPE_LLAMA", "prefill-rope", approx, causal=True, **rope),
         case(
             "causal, ROPE_LLAMA scale 2 theta 5e4",
@@ -264,8 +284,11 @@ def _paged_cases() -> list[Case]:
 
 
 def _ragged_cases() -> list[Case]:
-    def case(features: str, module: str = "prefill", kind: str = "attention", **kwargs: Any) -> Case:
-        return Case("BatchPrefillWithRaggedKVCacheWrapper", features, module, kind, partial(batch_ragged, **kwargs))
+    def case(features: str, module: str = "prefill", kind: str = "attention", explained: str = "", **kw: Any) -> Case:
+        run = partial(batch_ragged, **kw)
+        return Case("BatchPrefillWithRaggedKVCacheWrapper", features, module, kind, run, explained)
+
+    scales = "upstream ignores the scalar scales of a 16-bit ragged batch; here no argument is ignored"
 
     mla: dict[str, Any] = {"dims": (192, 128), "heads": (8, 8)}
     return [
@@ -280,7 +303,12 @@ def _ragged_cases() -> list[Case]:
         case("causal, soft cap 8", "prefill-cap", "attention approx", causal=True, logits_soft_cap=8.0),
         case("causal, ALIBI", "prefill-alibi", causal=True, pos_encoding_mode="ALIBI"),
         case("causal, ROPE_LLAMA", "prefill-rope", "attention approx", causal=True, pos_encoding_mode="ROPE_LLAMA"),
-        case("16-bit q: scales at run", causal=True, run={"q_scale": 0.7, "k_scale": 1.3, "v_scale": 0.5}),
+        case(
+            "16-bit q: scales at run",
+            explained=scales,
+            causal=True,
+            run={"q_scale": 0.7, "k_scale": 1.3, "v_scale": 0.5},
+        ),
         case(
             "fp8 KV, k_scale, v_scale", "prefill-fp8", causal=True, kv_dtype=E4M3, run={"k_scale": 0.8, "v_scale": 1.7}
         ),

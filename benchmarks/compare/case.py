@@ -58,7 +58,7 @@ class Side:
     def _load(self) -> list[types.ModuleType]:
         if not self._modules:
             self._modules.append(importlib.import_module(self.package))
-            prefixes = [self.package, *(["kernelmux.flashinfer"] if self.package == "kernelmux" else [])]
+            prefixes = [self.package, *(["kernelmux.dispatch"] if self.package == "kernelmux" else [])]
             for prefix, name in product(prefixes, SUBMODULES):
                 with contextlib.suppress(ImportError):
                     self._modules.append(importlib.import_module(f"{prefix}.{name}"))

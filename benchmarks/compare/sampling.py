@@ -132,15 +132,16 @@ GREEDY: dict[str, dict[str, Any]] = {
 
 
 def _probs_cases(name: str, filters: dict[str, Any]) -> list[Case]:
-    def case(features: str, run: Any, **kwargs: Any) -> Case:
-        return Case(name, features, "sampling", "exact", partial(run, name=name, filters=filters, **kwargs))
+    def case(features: str, run: Any, explained: str = "", **kwargs: Any) -> Case:
+        return Case(name, features, "sampling", "exact", partial(run, name=name, filters=filters, **kwargs), explained)
 
+    zeros = "upstream's min-p gives its last token for a row of zeros and calls it valid; here it gives 0, not valid"
     text = ", ".join(f"{k} {v}" for k, v in filters.items()) or "plain"
     found = [
         case(f"{text}: distribution", draws, return_valid=True),
         case(f"{text}: distribution, deterministic=False", draws, deterministic=False),
         case(f"{text}: vocabulary of 128256", large),
-        case("one-hot rows and a row of zeros", one_hot),
+        case("one-hot rows and a row of zeros", one_hot, zeros if name.startswith("min_p") else ""),
         case("seeds, offsets, generators", repeat),
         Case(name, "indices, filters per row", "sampling", "exact", partial(per_row, name=name, filters=PER_ROW[name])),
     ]
