@@ -82,9 +82,9 @@ class Attention:
 
         nothing = torch.empty(0, dtype=torch.int32)
         spec, rows = self.spec, self.batch * self.q_len
-        batch = Batch(
-            nothing.device, self.batch, rows, self.q_len, self.kv_len, spec.page_size, nothing, nothing, nothing
-        )
+        lengths = ((self.q_len,) * self.batch, (self.kv_len,) * self.batch)
+        bounds = (self.batch, rows, self.q_len, self.kv_len, spec.page_size)
+        batch = Batch(nothing.device, *bounds, nothing, nothing, nothing, nothing, *lengths)
         return request_of(spec, batch, (LSE if self.lse else 0) | (SINKS if self.model.sinks else 0))
 
 

@@ -36,18 +36,18 @@ def warm_gathered(request: Request) -> bool:
 def _facts(
     phase: str, batch: int, q_len: int, kv_len: int, static: tuple[object, ...], flags: tuple[bool, ...]
 ) -> tuple[object, ...]:
-    q_bound = q_len if phase == "decode" or q_len == 1 else _bound(q_len, MIN_PACKED_Q_LEN)
-    return phase, batch, q_bound, _bound(kv_len, MIN_KV_LEN), static, flags
+    q_bound = q_len if phase == "decode" or q_len == 1 else bound(q_len, MIN_PACKED_Q_LEN)
+    return phase, batch, q_bound, bound(kv_len, MIN_KV_LEN), static, flags
 
 
-def _bound(length: int, least: int) -> int:
+def bound(length: int, least: int) -> int:
     """The power of two that is built for, so that few graphs serve all lengths."""
     return max(least, 1 << (max(length, 1) - 1).bit_length())
 
 
 def plan(spec: AttentionSpec, batch: Batch) -> Runner:
     """Plan one batch: lengths, page table and bounds now; the graph when run() shows the strides."""
-    return _Plan(spec, batch).run
+    return Plan(spec, batch).run
 
 
 def plan_gathered(spec: AttentionSpec, batch: Batch) -> Runner:
@@ -68,7 +68,7 @@ def plan_gathered(spec: AttentionSpec, batch: Batch) -> Runner:
     packed = replace(
         batch, page_size=0, kv_indptr=ends, kv_indices=None, last_page_len=None, _derived={}
     )  # the mask and query fields stay
-    inner = _Plan(replace(spec, phase="ragged", page_size=0), packed)
+    inner = Plan(replace(spec, phase="ragged", page_size=0), packed)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float, extras: RunExtras | None
@@ -78,21 +78,21 @@ def plan_gathered(spec: AttentionSpec, batch: Batch) -> Runner:
     return run
 
 
-class _Plan:
+class Plan:
     """One planned batch. Queries of one length are dense; others are packed, each sequence at its element offset."""
 
     def __init__(self, spec: AttentionSpec, batch: Batch) -> None:
         self.spec, self.batch = spec, batch
         single = spec.phase == "prefill" and batch.max_q_len == 1 and batch.total_q == batch.size
         self.packed = not (spec.phase == "decode" or (single and not spec.use_cuda_graph))
-        self.q_len = _bound(batch.max_q_len, MIN_PACKED_Q_LEN) if self.packed else batch.total_q // batch.size
+        self.q_len = bound(batch.max_q_len, MIN_PACKED_Q_LEN) if self.packed else batch.total_q // batch.size
         if spec.window_left >= 0 and not spec.causal and self.q_len > 1:
             raise Unsupported("cuDNN takes a window only beside a causal mask")
         self.kv_len, self.table = self._keys()
         self.lengths = (batch.q_len(), batch.kv_len())
         self.scale = ctypes.c_float()  # on the host: cuDNN reads it when a graph executes
-        self.constants = [t.data_ptr() for t in (*self.lengths, self.table) if t is not None]
-        self.constants.append(ctypes.addressof(self.scale))
+        self.length_pointers = [t.data_ptr() for t in self.lengths]
+        self.scale_pointer = ctypes.addressof(self.scale)
         self.fix: Fix | None = keyless_rows(spec, batch, self.packed) if self.q_len > 1 else None
         self.starts: dict[tuple[int, int], Tensor] = {}
         self.graphs: dict[tuple[object, ...], graphs.Built] = {}
@@ -101,13 +101,13 @@ class _Plan:
         """The bound on the keys, and a page table of exactly that width (in graph mode the buffers' capacity)."""
         spec, batch = self.spec, self.batch
         if not spec.page_size:
-            return _bound(batch.max_kv_len, MIN_KV_LEN), None
+            return bound(batch.max_kv_len, MIN_KV_LEN), None
         table = batch.block_table()
         if spec.use_cuda_graph:
             return table.shape[1] * spec.page_size, table
-        bound = _bound(batch.max_kv_len, max(MIN_KV_LEN, spec.page_size))
-        missing = bound // spec.page_size - table.shape[1]
-        return bound, torch.cat((table, table[:, -1:].expand(-1, missing)), 1).contiguous()
+        length = bound(batch.max_kv_len, max(MIN_KV_LEN, spec.page_size))
+        missing = length // spec.page_size - table.shape[1]
+        return length, torch.cat((table, table[:, -1:].expand(-1, missing)), 1).contiguous()
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, scale: float, extras: RunExtras | None
@@ -120,7 +120,10 @@ class _Plan:
         pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()]
         if lse is not None:
             pointers.append(lse.data_ptr())
-        pointers += self.constants
+        pointers += self.length_pointers
+        if self.table is not None:
+            pointers.append(self.table.data_ptr())
+        pointers.append(self.scale_pointer)
         if sinks is not None:
             pointers.append(sinks.data_ptr())
         pointers += [t.data_ptr() for t in starts]

@@ -148,9 +148,11 @@ class Cudnn:
                 found.append(self._rows(p, tensor, start, i, m, at.num_kv_heads, dim, stride, at.dtype))
                 continue
             width = at.kv_len // at.page_size
-            table = memory(p[g.TABLE], torch.int32, (at.batch, width))[i, : -(-m // at.page_size)].long()
+            tile = min(-(-m // 64) * 64, at.kv_len) if at.q_len > 1 else m
+            table = memory(p[g.TABLE], torch.int32, (at.batch, width))[i, : -(-tile // at.page_size)].long()
             cache = memory(p[tensor], at.dtype, (at.pages, at.page_size, at.num_kv_heads, dim), stride)
-            found.append(cache[table].flatten(0, 1)[:m])
+            keys = cache[table].flatten(0, 1)[:tile]
+            found.append(keys[:m] + keys[m:].sum() * 0)  # a whole tile is read, and what is NaN in it matters
         return found
 
 
