@@ -10,6 +10,8 @@ import kernelmux
 from kernelmux.dispatch.op import Op
 from kernelmux.testing import scratch_op
 
+torch.set_num_threads(1)  # two workers on few cores: more threads only wait for one another
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
