@@ -30,9 +30,9 @@ def _flash(variant: str, features: str, phases: tuple[str, ...], graph_safe: boo
     )  # fmt: skip
 
 
-def _product(op: str, features: str, variant: str = "", **fields: object) -> Kernel:
+def _product(op: str, features: str, variant: str = "", dtypes: tuple[str, ...] = (), **fields: object) -> Kernel:
     roles = "a b out bias" if "bias" in features else "a b out"
-    names, combos = dtype_combos(roles, " ".join(["fp16" if variant else "bf16"] * len(roles.split())))
+    names, combos = dtype_combos(roles, *(dtypes or [" ".join([variant or "bf16"] * len(roles.split()))]))
     named = frozenset(f"a_column_major b_row_major a_strided b_strided out_strided unaligned {features}".split())
     support = Support(roles=names, dtypes=combos, features=named, **fields)  # type: ignore[arg-type]
     return Kernel(op, f"kernelmux.backends.torch.gemm:{op}", support, variant)
@@ -51,6 +51,7 @@ BACKEND = Backend(
         # On a CPU fp16 products are slower than the reference's.
         _product("mm_bf16", "bias", device="any", arch=Limit(min=80)),
         _product("mm_bf16", "bias", "fp16", arch=Limit(min=70)),
+        _product("mm_bf16", "", "fp32_out", ("bf16 bf16 fp32", "fp16 fp16 fp32"), arch=Limit(min=80)),
         _product("bmm_bf16", "", device="any", arch=Limit(min=80)),
         _product("bmm_bf16", "", "fp16", arch=Limit(min=70)),
         Kernel(

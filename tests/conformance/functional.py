@@ -81,7 +81,7 @@ def _norms(kernel: Kernel) -> list[Case]:
 
 def _products(kernel: Kernel) -> list[Case]:
     found, batched = [], kernel.op == "bmm_bf16"
-    for dtype in {combo[0] for combo in kernel.support.dtypes or ()}:
+    for dtype, out_dtype in sorted({(combo[0], combo[2]) for combo in kernel.support.dtypes or ()}, key=str):
         for m, n, k in ((1, 64, 256), (17, 96, 576), (130, 512, 128), (5, 24, 40), (2, 7, 9)):
             for form in ("column", "row", "strided-a", "out", "bias"):
                 if batched and form == "bias":
@@ -89,7 +89,7 @@ def _products(kernel: Kernel) -> list[Case]:
 
                 def make(
                     device: torch.device, dtype: torch.dtype = dtype, m: int = m, n: int = n, k: int = k,
-                    form: str = form,
+                    form: str = form, out_dtype: torch.dtype = out_dtype,
                 ) -> tuple[Any, ...]:  # fmt: skip
                     lead = (3,) if batched else ()
                     a = _random(device, dtype, *lead, m, k)
@@ -97,9 +97,9 @@ def _products(kernel: Kernel) -> list[Case]:
                         a = _random(device, dtype, *lead, m, 2 * k)[..., :k]
                     b = _random(device, dtype, *lead, n, k).transpose(-1, -2)
                     b = b.contiguous() if form == "row" else b
-                    out = torch.empty(*lead, m, n, dtype=dtype, device=device) if form == "out" else None
+                    out = torch.empty(*lead, m, n, dtype=out_dtype, device=device) if form == "out" else None
                     bias = () if batched else (_random(device, dtype, n) if form == "bias" else None,)
-                    return a, b, *bias, dtype, out
+                    return a, b, *bias, out_dtype, out
 
                 found.append(Case(f"{str(dtype)[6:]}-{m}x{n}x{k}-{form}", make))
     return found
