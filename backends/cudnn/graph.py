@@ -200,7 +200,7 @@ def _launcher(graph: Any, handle: Any, ids: tuple[int, ...]) -> Callable[[Sequen
     address = ctypes.addressof(array)
 
     def launch(pointers: Sequence[int], ws: int) -> None:
-        array[:] = pointers
+        array[:] = pointers  # type: ignore[call-overload]
         entry(address, len(ids), ws, raw, index)
 
     return launch

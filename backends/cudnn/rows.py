@@ -23,7 +23,8 @@ def keyless_rows(spec: AttentionSpec, batch: Batch, packed: bool) -> Fix | None:
 
 
 def _known(spec: AttentionSpec, batch: Batch, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> Fix | None:
-    rows, first = [], 0
+    rows: list[int] = []
+    first = 0
     for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
         none = max(0, q_len - kv_len) if spec.causal or kv_len == 0 else 0
         rows += range(first, first + none)

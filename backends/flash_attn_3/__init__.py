@@ -45,7 +45,7 @@ def _kernels(
     """Paged, paged with large pages (one query row each), and ragged. A graph of a ragged batch cannot be captured:
     the end of the keys must be known, or NaN behind it would reach the last sequence."""
     paged = f"causal window lse cuda_graph no_split kv_strides_differ {features}"
-    forms = (
+    forms: tuple[tuple[str, str, tuple[str, ...], dict[str, Limit]], ...] = (
         ("", paged, ("decode", "prefill"), {"page_size": Limit(max=TILE)}),
         ("large_pages", paged, ("decode",), {"page_size": Limit(min=TILE + 1), "q_len": Limit(max=1)}),
         ("ragged", paged.replace("cuda_graph ", ""), ("ragged",), {}),
