@@ -21,7 +21,7 @@ FAMILIES = {
 
 # Long builds first, so that they overlap with the rest; what few callers use last, in case the time runs out.
 ORDER = (
-    "sampling", "prefill", "fa3", "prefill-window", "rope", "norm", "topk", "decode", "prefill-cap", "prefill-alibi",
+    "topk", "sampling", "prefill", "fa3", "prefill-window", "rope", "norm", "decode", "prefill-cap", "prefill-alibi",
     "prefill-rope", "cascade", "page", "quantization", "single-prefill", "single-decode", "decode-fp8", "prefill-fp8",
     "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "decode-window-cap", "decode-alibi", "decode-rope", "sinks",
     "bidirectional", "ragged-192", "gemm", "nvfp4", "prefill-64", "prefill-256", "fa3-fp8", "decode-64", "decode-256",

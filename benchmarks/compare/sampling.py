@@ -1,5 +1,6 @@
 """Softmax, renormalisation, masking, and the sampling functions: supports, distributions, and what is deterministic."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -140,7 +141,7 @@ def _probs_cases(name: str, filters: dict[str, Any]) -> list[Case]:
     found = [
         case(f"{text}: distribution", draws, return_valid=True),
         case(f"{text}: distribution, deterministic=False", draws, deterministic=False),
-        case(f"{text}: vocabulary of 128256", large),
+        replace(case(f"{text}: vocabulary of 128256", large), module="topk" if "top_k" in filters else "sampling"),
         case("one-hot rows and a row of zeros", one_hot, zeros if name.startswith("min_p") else ""),
         case("seeds, offsets, generators", repeat),
         Case(name, "indices, filters per row", "sampling", "exact", partial(per_row, name=name, filters=PER_ROW[name])),
