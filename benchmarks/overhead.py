@@ -103,7 +103,8 @@ def main() -> int:
     parser.add_argument("--json", default="")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    overhead = {name: compare(*pair) for name, pair in calls().items()}
+    with torch.inference_mode():  # as a serving engine calls
+        overhead = {name: compare(*pair) for name, pair in calls().items()}
     for name, cost in overhead.items():
         print(f"{name:24s} {cost:6.2f} µs over a direct call", flush=True)
     import_seconds(rounds=1)  # warm the file cache

@@ -8,9 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
 from kernelmux.capabilities.reason import Reason
 
 Flags = Callable[[], Reason | None]
@@ -83,6 +80,9 @@ def _problem(package: Package) -> Reason | None:
 
 
 def _outside(package: Package, found: str) -> Reason | None:
+    from packaging.specifiers import SpecifierSet  # not at the top: `import kernelmux` compares no versions
+    from packaging.version import InvalidVersion, Version
+
     try:
         release = Version(Version(found).base_version)
     except InvalidVersion:

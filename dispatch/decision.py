@@ -43,9 +43,14 @@ class Decision:
     notes: tuple[str, ...] = ()
 
     @property
+    def automatic(self) -> bool:
+        """Nobody asked for this kernel by name."""
+        return self.source == "default" or (self.rule is not None and self.source == self.rule.source)
+
+    @property
     def why(self) -> str:
         """One line: who chose, and why."""
-        if self.rule is not None and self.source == self.rule.source:
+        if self.rule is not None and self.automatic and self.source != "default":
             return f"{self.source} {self.rule.name}: {self.rule.why}"
         if self.kernel.backend == "reference":
             return (

@@ -5,6 +5,7 @@ import json
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
@@ -26,7 +27,7 @@ from kernelmux.dispatch import settings as environment
 from kernelmux.dispatch.decision import Decision
 from kernelmux.dispatch.resolve import Candidates, resolve
 from kernelmux.dispatch.settings import Choice
-from kernelmux.dispatch.state import INSTALLED, OPS, PREFER, prefer, reload, rules, settings, track, usage
+from kernelmux.dispatch.state import OPS, PREFER, prefer, reload, rules, settings, track, usage
 
 __all__ = ["OPS", "PREFER", "Op", "prefer", "reload", "track", "usage"]
 
@@ -150,7 +151,14 @@ class Op:
         """The Decision for a request on this machine, in the present context."""
         device = detect(request.device)
         return resolve(
-            request, device, self.candidates(), rules(), settings(), INSTALLED, self.choices(request, backend), refused
+            request,
+            device,
+            self.candidates(),
+            rules(),
+            settings(),
+            state.INSTALLED,
+            self.choices(request, backend),
+            refused,
         )
 
     def choices(self, request: Request, backend: str = "auto") -> list[Choice]:
@@ -187,6 +195,8 @@ class Op:
         run = self.function if kernel is self.reference else self._load(kernel)
         if kernel is not self.reference:
             run = self._guard(run, key, decision, backend)
+        if kernel.slow_build and decision.automatic and "cuda_graph" not in decision.request.features:
+            run = self._while_warm(run, key, decision, backend)
         if state.counting():
             run = self._counted(run, decision)
         if now.loglevel and not self.planned:
@@ -219,6 +229,19 @@ class Op:
                 if key in self.cache:
                     self.cache[key] = following
                 return following(*args)
+
+        return call
+
+    def _while_warm(self, run: Run, key: Any, decision: Decision, backend: str) -> Run:
+        """Keep an automatic choice of an eager call from a slow build: a decision is cached for a bucket of lengths,
+        and what is built may serve only some of them. The others take the next kernel."""
+
+        def call(*args: Any) -> Any:
+            dims = self.describe(*args).dims if self.describe is not None else {}
+            request = replace(decision.request, dims={**decision.request.dims, **dims})
+            if state.INSTALLED.warm(decision.kernel, request):
+                return run(*args)
+            return self._wrap(key, self.decide(request, backend, self._refused.get(key)), backend)(*args)
 
         return call
 

@@ -57,7 +57,7 @@ def never_warm(request: Request) -> bool:
     return False
 
 
-def describe(x: Tensor, out: Tensor | None) -> Request:
+def describe(x: Tensor, out: Tensor | None = None) -> Request:
     """The Request of a call of the scratch op."""
     if x.ndim != 2:
         raise ValueError(f"x has {x.ndim} dimensions, 2 are needed; reshape it to [rows, width]")

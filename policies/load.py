@@ -1,7 +1,6 @@
 """Rules from TOML files, with errors that name file, rule and key."""
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -25,6 +24,8 @@ def packaged() -> tuple[Rule, ...]:
 
 def load(path: Path | str, source: str = "packaged rule") -> tuple[Rule, ...]:
     """Read one policy file; RuleError for anything that cannot be read or means nothing."""
+    import tomllib  # not at the top: `import kernelmux` reads no policy
+
     path = Path(path)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))

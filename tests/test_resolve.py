@@ -269,3 +269,12 @@ def test_a_preference_for_an_unknown_scope_or_name_raises(op: Op) -> None:
 def test_explain_of_an_unknown_op_lists_ops() -> None:
     with pytest.raises(SettingError, match="op is 'nothing', one of"):
         explain(Request("nothing", "x"))
+
+
+def test_a_bucket_decided_warm_builds_nothing_for_another_length(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both row counts share a key; what is built serves only one of them."""
+    monkeypatch.setattr("kernelmux.testing.warm_for_two", lambda request: request.dims["rows"] == 2, raising=False)
+    with installed(stub("a", slow_build="kernelmux.testing:warm_for_two")):
+        assert op.bucket(2) == op.bucket(5)
+        assert [call(op, torch.ones(n, 3))[0, 0].item() for n in (2, 5, 2)] == [3, 2, 3]
+        assert call(op, torch.ones(5, 3), backend="a")[0, 0].item() == 3, "asked for by name, it is built"

@@ -46,10 +46,16 @@ _SPEC_FEATURES: tuple[tuple[str, Callable[[AttentionSpec], bool]], ...] = (
 DEVICE_LENGTHS = "device_lengths"
 FEATURES = (*(name for name, _ in _SPEC_FEATURES), *RUN_FEATURES, DEVICE_LENGTHS)
 
+
+def _describe(spec: AttentionSpec, batch: Batch) -> Request:
+    return request_of(spec, batch, 0)
+
+
 ATTENTION = Op(
     "attention",
     "attention",
     reference.reference,
+    _describe,
     growing=("batch", "q_len", "kv_len"),
     phases=("decode", "prefill", "ragged"),
     dims=("num_qo_heads", "num_kv_heads", "group_size", "head_dim_qk", "head_dim_vo", "page_size"),
