@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-VENDORS = ("cudnn", "flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flash_mla", "deep_gemm", "triton",
-           "tensorrt_llm", "trtllm_kernel", "cutlass", "cuda.core", "transformers", "flashinfer", "matplotlib")  # fmt: skip
+VENDORS = (
+    "cudnn", "flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flash_mla", "deep_gemm", "triton",
+    "tensorrt_llm", "trtllm_kernel", "cutlass", "cuda.core", "transformers", "flashinfer", "matplotlib",
+)  # fmt: skip
 
 
 def run(code: str) -> object:

@@ -171,7 +171,7 @@ def _run(op: Op, args: tuple[Any, ...], weight: Tensor, other: Tensor | None = N
         input.dtype, input.device, shape[1] if len(shape) == 2 else shape[1:], input.stride(),
         out.dtype, out.device, out.stride(),
         weight.dtype, weight.device, weight.ndim, weight.numel(), weight.is_contiguous(),
-        extra, None if scale.__class__ is float else (scale.device, scale.numel()), address & 15 == 0,
+        extra, (scale.device, scale.numel()) if isinstance(scale, Tensor) else None, address & 15 == 0,
         is_grad_enabled() and (input.requires_grad or weight.requires_grad or out.requires_grad),
         op.bucket(shape[0]), PREFER.get(),
     )  # fmt: skip

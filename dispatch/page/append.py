@@ -66,7 +66,7 @@ def _check(
     kv_indptr: Tensor,
 ) -> None:
     size = k_cache.shape[:2]
-    check_page_metadata(*size, kv_indptr, kv_indices, batch_indices=batch_indices, positions=positions)
+    check_page_metadata(size[0], size[1], kv_indptr, kv_indices, batch_indices=batch_indices, positions=positions)
 
 
 APPEND_PAGED_KV_CACHE = Op(

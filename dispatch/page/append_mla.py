@@ -84,7 +84,7 @@ def _check(
     cache = ckv_cache if ckv_cache is not None else kpe_cache
     if cache is not None:
         size = cache.shape[:2]
-        check_page_metadata(*size, kv_indptr, kv_indices, batch_indices=batch_indices, positions=positions)
+        check_page_metadata(size[0], size[1], kv_indptr, kv_indices, batch_indices=batch_indices, positions=positions)
 
 
 APPEND_PAGED_MLA_KV_CACHE = Op(

@@ -37,7 +37,7 @@ def _describe(
 def _check(*args: Tensor) -> None:
     _, _, batch_indices, positions, k_cache, _, _, _, kv_indices, kv_indptr, _, _ = args
     size = k_cache.shape[:2]
-    check_page_metadata(*size, kv_indptr, kv_indices, batch_indices=batch_indices, positions=positions)
+    check_page_metadata(size[0], size[1], kv_indptr, kv_indices, batch_indices=batch_indices, positions=positions)
 
 
 APPEND = Op(

@@ -71,7 +71,7 @@ def _check_kpe(append_kpe: Tensor, kpe_cache: Tensor, ckv_cache: Tensor) -> None
 def _check(*args: Tensor) -> None:
     _, _, batch_indices, positions, ckv_cache, _, _, kv_indices, kv_indptr, _, _ = args
     size = ckv_cache.shape[:2]
-    check_page_metadata(*size, kv_indptr, kv_indices, batch_indices=batch_indices, positions=positions)
+    check_page_metadata(size[0], size[1], kv_indptr, kv_indices, batch_indices=batch_indices, positions=positions)
 
 
 APPEND = Op(

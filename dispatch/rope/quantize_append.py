@@ -79,7 +79,8 @@ def _check_caches(k_rope: Tensor, k_nope: Tensor | None, v: Tensor | None, k_cac
 def _check(*args: Any) -> None:
     cache, pos_ids, k_cache, kv_indices, kv_indptr, batch, positions = (args[i] for i in (5, 6, 7, 9, 10, 11, 12))
     check_positions(pos_ids, cache)
-    check_page_metadata(*k_cache.shape[:2], kv_indptr, kv_indices, batch_indices=batch, positions=positions)
+    size = k_cache.shape[:2]
+    check_page_metadata(size[0], size[1], kv_indptr, kv_indices, batch_indices=batch, positions=positions)
 
 
 ROPE_QUANTIZE_FP8_APPEND = Op(

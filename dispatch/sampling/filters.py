@@ -1,5 +1,7 @@
 """softmax, top_p_renorm_probs, top_k_renorm_probs, top_k_mask_logits: what happens to distributions before a draw."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -52,7 +54,7 @@ def _describe_mask(logits: Tensor, top_k: Parameter, out: Tensor | None) -> Requ
     return _request("top_k_mask_logits", "logits", logits, top_k, logits.dtype)
 
 
-_GIVEN = {"growing": ("rows",), "dims": ("vocab",), "features": ("per_row", "strided", "unaligned")}
+_GIVEN: dict[str, Any] = {"growing": ("rows",), "dims": ("vocab",), "features": ("per_row", "strided", "unaligned")}
 SOFTMAX = Op(
     "softmax",
     "sampling",

@@ -1,6 +1,7 @@
 """The forward pass of a Llama-architecture model, each op a kernelmux call (but for the embedding, a plain gather)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class Llama:
         """Decide and prepare attention once per step, for all layers."""
         c, n = self.config, step.decode
         shape = (c.heads, c.kv_heads, c.head_dim, page_size)
-        dtypes = {"q_data_type": self.dtype, "kv_data_type": self.dtype, "window_left": c.window_left}
+        dtypes: dict[str, Any] = {"q_data_type": self.dtype, "kv_data_type": self.dtype, "window_left": c.window_left}
         pages = step.kv_indptr[n].item()
         if n:
             table = (step.kv_indptr[: n + 1], step.kv_indices[:pages], step.last_page_len[:n])
@@ -91,7 +92,7 @@ class Llama:
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> None:
         rope = self.config.rope
-        if rope.kind == "table":
+        if self.rope_table is not None:
             flat = (q.view(len(q), -1), k.view(len(k), -1))
             km.apply_rope_with_cos_sin_cache_inplace(positions, *flat, self.config.head_dim, self.rope_table)
         elif rope.kind == "llama31":

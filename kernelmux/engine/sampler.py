@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def _draw(logits: Tensor, how: Sequence[Sampling], index: Sequence[int]) -> Tens
     top_k = column([min(s.top_k or vocab, vocab) for s in how], torch.int32)
     top_p = column([s.top_p for s in how], torch.float32)
     offset = column([NUMBERS * i for i in index], torch.int64)
-    random = {"seed": column([s.seed for s in how], torch.int64), "offset": offset}
+    random: dict[str, Any] = {"seed": column([s.seed for s in how], torch.int64), "offset": offset}
     if how[0].kind == "top_k_top_p":
         return km.top_k_top_p_sampling_from_probs(probs, top_k, top_p, **random)
     probs = km.top_p_renorm_probs(km.top_k_renorm_probs(probs, top_k), top_p)
