@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 import kernelmux
 from kernelmux.capabilities import PRESETS, KernelMuxError, Request, detect, dtype_name, dtype_of, preset
@@ -19,10 +18,22 @@ from kernelmux.dispatch import registry
 from kernelmux.dispatch.decision import Decision, by_gravity
 from kernelmux.dispatch.explain import explain as decide
 from kernelmux.dispatch.state import OPS, settings
+from kernelmux.terminal import out
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=kernelmux.__doc__)
-out = Console()
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=kernelmux.__doc__)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """One API for LLM-inference operations, resolved to the best kernel this machine can run."""
+    if version:
+        print(kernelmux.__version__)
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command("show-config")
@@ -38,11 +49,16 @@ def show_config(as_json: Json = False) -> None:
             text = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
             facts.add_row(key, text)
     out.print(facts)
-    table = Table("backend", "version", "usable", "kernels", "what for, or how to get it")
+    table = Table(_name("backend"), "version", "usable", "kernels", "what for, or how to get it")
     for name, entry in config["backends"].items():
         usable = "yes" if entry["usable"] else f"no: {entry['reason']}"
         table.add_row(name, entry["version"] or "-", usable, str(entry["kernels"]), entry["about"])
     out.print(table)
+
+
+def _name(title: str) -> Column:
+    """A column whose names are never cut off: without them a row says nothing."""
+    return Column(title, overflow="fold", min_width=12)
 
 
 def configuration() -> dict[str, Any]:
@@ -83,7 +99,8 @@ def _set() -> dict[str, str]:
     now = settings()
     chosen = {f"backend {scope or 'all'}": ",".join(c.names) or "auto" for scope, c in now.backends.items()}
     fields = ("policy", "record", "strict", "deterministic", "batch_invariant", "no_compile", "check", "loglevel")
-    return chosen | {f: str(getattr(now, f)) for f in fields if getattr(now, f)}
+    found = chosen | {f: str(getattr(now, f)) for f in fields if getattr(now, f)}
+    return found or {"all": "defaults"}
 
 
 @app.command("list")
@@ -97,7 +114,7 @@ def list_kernels(
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table("op", "kernel", "verified on", "declared for", "limits", "features")
+    table = Table(_name("op"), _name("kernel"), "verified on", "declared for", "limits", "features")
     for row in rows:
         table.add_row(*(row[k] for k in ("op", "kernel", "verified", "declared", "limits", "features")))
     out.print(table)
@@ -145,11 +162,19 @@ def explain(
     """Explain which kernel would serve a call, and why each other one would not."""
     where = preset(device) if device else detect()
     here = installed if installed is not None else not device
-    decision = decide(parse_request(op, pairs or []), where, installed=here, backend=backend)
+    request = parse_request(op, pairs or [])
+    try:
+        decision = decide(request, where, installed=here, backend=backend)
+    except KeyError as missing:
+        raise ValueError(f"{op} cannot be judged without {missing.args[0]}; add {missing.args[0]}=…") from missing
     if as_json:
         print(json.dumps(as_plain(decision), indent=1))
         return
     out.print(str(decision), highlight=False, markup=False, soft_wrap=True)
+    if missing := [
+        d for d in (*OPS[request.op].roles, *OPS[request.op].dims) if d not in request.dtypes | request.dims
+    ]:
+        out.print(f"note     not given, so not judged: {', '.join(missing)}")
     if not here:
         out.print(f"note     every library counts as installed on {where}; --installed judges by this machine's")
 
@@ -174,6 +199,8 @@ def parse_request(op: str, pairs: list[str]) -> Request:
             features = frozenset(value.split("+"))
         elif value.lstrip("-").isdigit():
             dims[key] = int(value)
+        elif key in OPS[name].dims:
+            raise ValueError(f"{key} is {value!r}, it must be an integer")
         else:
             dtypes[key] = dtype_of(value)
     if "num_qo_heads" in dims and dims.get("num_kv_heads"):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import secrets
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,20 +10,18 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Column, Table
 
 import kernelmux as km
 from kernelmux.engine import Checkpoint, Engine, Sampling, Sequence, install_demo_model, load
+from kernelmux.terminal import err, out
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FIELDS: dict[str, Any] = {
     "prompt": str, "temperature": (int, float), "top_k": int, "top_p": (int, float), "min_p": (int, float), "seed": int,
     "max_new_tokens": int,
 }  # fmt: skip
-out = Console(width=None if sys.stdout.isatty() else 140)  # wide where there is no terminal
-err = Console(stderr=True)
 
 
 def generate(

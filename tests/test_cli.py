@@ -32,8 +32,6 @@ def test_show_config_needs_no_gpu_and_no_compiler(
 
 
 def test_show_config_shows_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import kernelmux
-
     monkeypatch.setenv("KERNELMUX_BACKEND", "torch,auto")
     monkeypatch.setenv("KERNELMUX_CHECK", "1")
     kernelmux.reload()
@@ -51,6 +49,26 @@ def test_list_shows_every_op_with_its_kernels(
     assert fa3["declared"] == "sm {90}"
     code, out, _ = run(monkeypatch, capsys, "list", "rmsnorm")
     assert code == 0 and "reference:rmsnorm" in out
+
+
+def test_narrow_terminals_cut_no_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli.out, "_width", 80)
+    _, out, _ = run(monkeypatch, capsys, "list", "append_paged_kv_cache")
+    names = "".join(line.split("│")[2].strip() for line in out.splitlines() if line.startswith("│"))
+    assert names == "reference:append_paged_kv_cache"
+
+
+def test_brackets_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli.out, "_width", 300)
+    _, out, _ = run(monkeypatch, capsys, "show-config")
+    usable = cli.configuration()["backends"]["cudnn"]["usable"]
+    assert usable or "pip install 'kernelmux[cudnn]'" in out
+    assert "defaults" in out
+
+
+def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, capsys, "--version")[1].strip() == kernelmux.__version__
+    assert "show-config" in run(monkeypatch, capsys)[1]
 
 
 WORDS = ("attention/decode", "q=bfloat16", "kv=bfloat16", "out=bfloat16", "batch=16", "q_len=1", "kv_len=4096",
@@ -79,6 +97,8 @@ def test_explain_for_a_gpu_that_is_not_there(
         (("explain", "nothing"), "op is 'nothing', one of"),
         (("explain", "attention"), "attention wants a phase: attention/decode"),
         (("explain", "attention/odd"), "phase is 'odd', attention has decode, prefill, ragged"),
+        (("explain", "attention/decode", "--device", "H100"), "cannot be judged without head_dim_qk; add head_dim_qk="),
+        (("explain", *WORDS, "batch=many"), "batch is 'many', it must be an integer"),
         (("explain", *WORDS, "odd"), "'odd' is not key=value"),
         (("explain", *WORDS, "q=bf17"), "dtype is 'bf17'"),
         (("explain", *WORDS, "head_size=4"), "attention has no dimension 'head_size'; known: batch"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import kernelmux as km
-from kernelmux.dispatch.gemm.dense import HINTS, layouts
+from kernelmux.dispatch.gemm.dense import layouts
 
 BF16 = torch.bfloat16
 FLOATS = (torch.float16, BF16, torch.float32, torch.float64)
@@ -109,18 +109,15 @@ def test_bmm(dtype: torch.dtype) -> None:
     close(km.bmm_bf16(shared, B, out_dtype=dtype), shared, B)
 
 
-@pytest.mark.parametrize("name", sorted(HINTS))
-def test_flashinfer_backend_names_are_hints(name: str) -> None:
-    a, b = rand(2, 8), rand(8, 4)
-    assert torch.equal(km.mm_bf16(a, b, backend=name), km.mm_bf16(a, b))
-    assert torch.equal(km.bmm_bf16(a[None], b[None], backend=name), km.bmm_bf16(a[None], b[None]))
-
-
 def test_our_backend_names_bind() -> None:
     a, b = rand(2, 8), rand(8, 4)
     assert torch.equal(km.mm_bf16(a, b, backend="reference"), km.mm_bf16(a, b))
     with pytest.raises(km.SettingError, match="referense"):
         km.mm_bf16(a, b, backend="referense")
+    with pytest.raises(km.NoKernelError, match="argument backend asks for it by name"):
+        km.mm_bf16(a, b, backend="cudnn")
+    with pytest.raises(km.SettingError, match="tinygemm"):
+        km.mm_bf16(a, b, backend="tinygemm")
     with pytest.raises(km.SettingError, match="referense"):
         km.bmm_bf16(a[None], b[None], backend="referense")
 

@@ -15,7 +15,6 @@ from kernelmux.dispatch.arguments import (
 from kernelmux.dispatch.gemm import reference
 from kernelmux.dispatch.op import PREFER, Op
 
-HINTS = frozenset({"auto", "cublas", "cublaslt", "cudnn", "cute-dsl", "cutile", "cutlass", "tgv", "tinygemm", "trtllm"})
 FEATURES = ("bias", "a_column_major", "b_row_major", "a_strided", "b_strided", "out_strided", "unaligned")
 
 
@@ -109,7 +108,7 @@ def mm_bf16(
     pdl: bool = False,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    backend: str = "cudnn",
+    backend: str = "auto",
 ) -> Tensor:
     """Multiply two matrices with float32 accumulation, and add a bias.
 
@@ -123,9 +122,8 @@ def mm_bf16(
         pdl: accepted for compatibility; it changes no result.
         out: None, or where to write the result: [m, n] of out_dtype, any strides.
         out_dtype: dtype of the result.
-        backend: the name of a backend of this package, which must then serve the call. FlashInfer's names ("auto",
-            "cudnn", "cublaslt", "tinygemm", "tgv", "cutlass", "cutile", …) are hints: the choice is automatic. To
-            bind one of those that is also a name here, use `kernelmux.prefer`.
+        backend: "auto", or the name of a backend of this package, which must then serve the call. FlashInfer's
+            default is "cudnn"; here a name binds, so the default is automatic.
 
     Returns:
         `out`, or a new tensor [m, n] of out_dtype.
@@ -155,7 +153,7 @@ def bmm_bf16(
     B: Tensor,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    backend: str = "cudnn",
+    backend: str = "auto",
 ) -> Tensor:
     """Multiply batches of matrices with float32 accumulation: `torch.bmm(A.float(), B.float()).to(out_dtype)`.
 
@@ -203,11 +201,11 @@ def _mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: 
         written = (out.dtype, out.device, out.stride())
     key = (
         a.dtype, b.dtype, a.device, b.device, len(rows), rows[-1], right, a.stride(), b.stride(), extra, out_dtype,
-        written, address & 15 == 0, grad and is_grad_enabled(), backend in HINTS or backend,
+        written, address & 15 == 0, grad and is_grad_enabled(), backend,
         op.bucket(rows[0]), PREFER.get(),
     )  # fmt: skip
     args = (a, b, bias, out_dtype, out)
-    run = op.cache.get(key) or op.pick(key, args, "auto" if backend in HINTS else backend)
+    run = op.cache.get(key) or op.pick(key, args, backend)
     return run(*args)  # type: ignore[no-any-return]
 
 
@@ -226,11 +224,11 @@ def _bmm(A: Tensor, B: Tensor, out_dtype: torch.dtype, out: Tensor | None, backe
         written = (out.dtype, out.device, out.stride())
     key = (
         A.dtype, B.dtype, A.device, B.device, left[2], right[1:], A.stride(), B.stride(), out_dtype, written,
-        address & 15 == 0, grad and is_grad_enabled(), backend in HINTS or backend,
+        address & 15 == 0, grad and is_grad_enabled(), backend,
         op.bucket(left[0], left[1]), PREFER.get(),
     )  # fmt: skip
     args = (A, B, out_dtype, out)
-    run = op.cache.get(key) or op.pick(key, args, "auto" if backend in HINTS else backend)
+    run = op.cache.get(key) or op.pick(key, args, backend)
     return run(*args)  # type: ignore[no-any-return]
 
 

