@@ -171,9 +171,8 @@ def explain(
         print(json.dumps(as_plain(decision), indent=1))
         return
     out.print(str(decision), highlight=False, markup=False, soft_wrap=True)
-    if missing := [
-        d for d in (*OPS[request.op].roles, *OPS[request.op].dims) if d not in request.dtypes | request.dims
-    ]:
+    given = {*request.dtypes, *request.dims}
+    if missing := [name for name in (*OPS[request.op].roles, *OPS[request.op].dims) if name not in given]:
         out.print(f"note     not given, so not judged: {', '.join(missing)}")
     if not here:
         out.print(f"note     every library counts as installed on {where}; --installed judges by this machine's")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import kernelmux
 from kernelmux import cli
 
 
