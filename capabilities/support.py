@@ -82,8 +82,20 @@ class Support:
         """Every reason why this kernel cannot serve the request there, the gravest kind first. Empty: able."""
         found = [*self._device(device), *self._features(request), *self._dtypes(request), *self._dims(request, device)]
         if self.also is not None and not any(r.kind == "device" for r in found):
-            found += self.also(request, device)
+            found += self._also(self.also, request, device)
         return sorted(found, key=lambda r: r.rank)
+
+    @staticmethod
+    def _also(also: Check, request: Request, device: Device) -> list[Reason]:
+        try:
+            return list(also(request, device))
+        except KeyError as error:
+            if error.args[0] not in request.dims and error.args[0] not in request.dtypes:
+                return [Reason("shape", str(error.args[0]), None, "the request does not say")]
+            return [Reason("broken", "a check", None, f"KeyError: {error}")]
+        except Exception as error:
+            what = f"{getattr(also, '__module__', 'a')}.{getattr(also, '__name__', 'check')}"
+            return [Reason("broken", what, None, f"{type(error).__name__}: {error}")]
 
     def _device(self, device: Device) -> Iterator[Reason]:
         if self.device not in ("any", device.type):

@@ -12,11 +12,14 @@ from kernelmux.capabilities import SettingError, dtype_name
 from kernelmux.dispatch.decision import Decision
 
 
-@cache
 def _stream(destination: str) -> TextIO:
     if destination in ("stdout", "stderr"):
         return sys.stdout if destination == "stdout" else sys.stderr
-    path = destination.replace("%i", str(os.getpid()))
+    return _file(destination.replace("%i", str(os.getpid())), destination)
+
+
+@cache
+def _file(path: str, destination: str) -> TextIO:
     try:
         return open(path, "a", encoding="utf-8")
     except OSError as error:
@@ -48,7 +51,7 @@ def describe(value: Any, statistics: bool = False) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)[:200]
     text = f"{list(value.shape)} {dtype_name(value.dtype)} {value.device} stride {list(value.stride())}"
-    if not statistics or value.numel() == 0:
+    if not statistics or value.numel() == 0 or value.is_meta:
         return text
     if value.is_cuda and torch.cuda.is_current_stream_capturing():
         return text + " (statistics skipped: capturing a CUDA graph)"

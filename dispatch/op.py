@@ -18,6 +18,7 @@ from kernelmux.capabilities import (
     Reason,
     RegistryError,
     Request,
+    SettingError,
     Support,
     Unsupported,
     detect,
@@ -61,6 +62,7 @@ class Op:
         check: Run | None = None,
         in_place: bool = False,
         graph_safe: bool = True,
+        batch_invariant: bool = True,
         planned: bool = False,
     ) -> None:
         if name in OPS:
@@ -74,7 +76,7 @@ class Op:
             target=f"{reference.__module__}:{reference.__qualname__}",
             support=Support(device="any", features=frozenset() if in_place else frozenset({"grad"})),
             graph_safe=graph_safe,
-            batch_invariant=True,
+            batch_invariant=batch_invariant,
             backend=registry.REFERENCE,
         )
         self.cache: dict[Any, Run] = {}
@@ -177,8 +179,12 @@ class Op:
         if now.loglevel:
             log.write(now.logdest, f"decision {decision.request} -> {decision.kernel.id} because {decision.why}")
         if now.record is not None:
-            with open(now.record, "a", encoding="utf-8") as file:
-                file.write(json.dumps(decision.request.as_json(), sort_keys=True) + "\n")
+            try:
+                with open(now.record, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(decision.request.as_json(), sort_keys=True) + "\n")
+            except OSError as error:
+                text = f"KERNELMUX_RECORD is {str(now.record)!r}: {error.strerror}; give a writable path"
+                raise SettingError(text) from error
         silent = decision.kernel is not self.reference or decision.device.type != "cuda" or decision.source != "default"
         if not silent and decision.request.label not in self._warned:
             self._warned.add(decision.request.label)
@@ -192,7 +198,13 @@ class Op:
 
     def _wrap(self, key: Any, decision: Decision, backend: str) -> Run:
         kernel, now = decision.kernel, settings()
-        run = self.function if kernel is self.reference else self._load(kernel)
+        try:
+            run = self.function if kernel is self.reference else self._load(kernel)
+        except RegistryError:
+            raise
+        except Exception as error:
+            self.refuse(key, decision, error)
+            return self.select(key, decision.request, backend)
         if kernel is not self.reference:
             run = self._guard(run, key, decision, backend)
         if kernel.slow_build and decision.automatic and "cuda_graph" not in decision.request.features:
@@ -214,23 +226,31 @@ class Op:
 
     def _guard(self, run: Run, key: Any, decision: Decision, backend: str) -> Run:
         """Let a kernel refuse before any launch: note the reason for this key, warn once, take the next one."""
-        kernel = decision.kernel
 
         def call(*args: Any) -> Any:
             try:
                 return run(*args)
             except (Unsupported, CompileError) as error:
-                if isinstance(error, CompileError) and decision.source not in ("default", "packaged rule"):
-                    raise
-                reason = Reason("broken", kernel.id, None, f"refused at run time: {error}")
-                self._refused.setdefault(key, {})[kernel.id] = reason
-                warnings.warn(f"{decision.request.label}: {reason}; using the next", FallbackWarning, stacklevel=3)
+                if isinstance(error, CompileError) and len(decision.ranked) == 1:
+                    raise  # its own text says more than a list of candidates
+                self.refuse(key, decision, error)
                 following = self.select(key, decision.request, backend)
                 if key in self.cache:
                     self.cache[key] = following
                 return following(*args)
 
         return call
+
+    def refuse(self, key: Any, decision: Decision, error: Exception) -> None:
+        """Note that the chosen kernel cannot serve this key after all, and warn of it."""
+        kind = "" if isinstance(error, Unsupported | CompileError) else f"{type(error).__name__}: "
+        reason = Reason("broken", decision.kernel.id, None, f"refused at run time: {kind}{error}")
+        self._refused.setdefault(key, {})[decision.kernel.id] = reason
+        warnings.warn(f"{decision.request.label}: {reason}; using the next", FallbackWarning, stacklevel=4)
+
+    def refused(self, key: Any) -> dict[str, Reason] | None:
+        """Kernels that refused this key, with their reasons."""
+        return self._refused.get(key)
 
     def _while_warm(self, run: Run, key: Any, decision: Decision, backend: str) -> Run:
         """Keep an automatic choice of an eager call from a slow build: a decision is cached for a bucket of lengths,

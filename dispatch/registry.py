@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata as metadata
 import pkgutil
+import re
 from collections.abc import Iterable
 from functools import cache
 
@@ -52,13 +53,15 @@ def _own() -> Iterable[Backend]:
 
 
 def _outside() -> Iterable[Backend]:
+    """Other packages' backends. One that cannot be loaded is a backend with the reason why, and harms no other."""
     for point in metadata.entry_points(group=GROUP):
         try:
             backend = point.load()
-        except Exception as error:
+            if not isinstance(backend, Backend):
+                raise TypeError(f"it gives a {type(backend).__name__}, it must be a Backend")
+        except (Exception, SystemExit) as error:
             broken = Reason("broken", f"entry point {point.value}", None, f"{type(error).__name__}: {error}")
-            yield Backend(point.name, point.name, (), broken=broken)
-            continue
-        if not isinstance(backend, Backend):
-            raise RegistryError(f"entry point {point.value} gives a {type(backend).__name__}, it must be a Backend")
-        yield backend
+            name = "outside_" + re.sub(r"\W", "_", point.name)
+            yield Backend(name, point.value, (), broken=broken)
+        else:
+            yield backend

@@ -64,12 +64,10 @@ def resolve(
 
     Raises NoKernelError when a binding choice cannot be met, or when nothing is able.
     """
-    backends = {k.backend for k in candidates.kernels}
-    asked = [c for c in [*choices, *environment(settings, request)] if _applies(c, backends | {"reference"})]
-    verdicts = tuple(
-        _verdict(k, request, device, settings, probe, asked, refused or {})
-        for k in [*candidates.kernels, candidates.reference]
-    )
+    here = [*candidates.kernels, candidates.reference]
+    names = {k.backend for k in here} | {k.id for k in here}
+    asked = [c for c in [*choices, *environment(settings, request)] if _applies(c, names)]
+    verdicts = tuple(_verdict(k, request, device, settings, probe, asked, refused or {}) for k in here)
     ranking = _Ranking({v.kernel.id: v.kernel for v in verdicts if v.able})
     rule = None
     for choice in asked:
@@ -79,7 +77,7 @@ def resolve(
                 raise NoKernelError(_nothing(request, device, verdicts, f"{choice.source} asks for it by name"))
             break
     else:
-        rule = _automatic(ranking, request, device, rules, verdicts, candidates.reference, settings)
+        rule = _automatic(ranking, request, device, rules, verdicts, candidates.reference)
     if not ranking.ranked:
         raise NoKernelError(_nothing(request, device, verdicts, ""))
     notes = [f"{c.source} does not bind {request.op}: {', '.join(c.names)} declare no kernel for it"
@@ -96,33 +94,28 @@ def _automatic(
     rules: Sequence[Rule],
     verdicts: Sequence[Verdict],
     reference: Kernel,
-    settings: Settings,
 ) -> Rule | None:
     """Rank by the first rule that matches, then the unlisted by id, then the reference."""
-    free = [v.kernel for v in verdicts if v.able and not v.held and v.kernel is not reference]
+    free = [v.kernel for v in verdicts if v.able and not v.held]
     rule = next((r for r in rules if r.matches(request, device)), None)
     if rule is not None:
         ranking.add((k for n in rule.order for k in free if _named(k, n)), rule.source)
-    ranking.add(free, "default")
-    if not (settings.strict and device.type == "cuda"):
-        ranking.add([reference], "default")
+    ranking.add((k for k in free if k is not reference), "default")
+    ranking.add([reference], "default")
     return rule
 
 
 def environment(settings: Settings, request: Request) -> list[Choice]:
-    """The one choice of the environment for a request: the narrowest variable that is set."""
+    """The environment's choices for a request: the narrowest variable that is set, and what broader ones exclude."""
     scopes = [f"{request.family}_{request.phase}"] if request.phase else []
-    for scope in [*scopes, f"{request.family}_{request.op}", request.family, ""]:
-        if scope in settings.backends:
-            return [settings.backends[scope]]
-    return []
+    scopes += [f"{request.family}_{request.op}", request.family, ""]
+    found = [settings.backends[scope] for scope in scopes if scope in settings.backends]
+    return found[:1] + [Choice(never=c.never, source=c.source) for c in found[1:] if c.never]
 
 
-def _applies(choice: Choice, backends: set[str]) -> bool:
+def _applies(choice: Choice, names: set[str]) -> bool:
     """A choice of several ops binds those for which a named backend declares a kernel; one of a single op always."""
-    if choice.exact or not choice.names:
-        return True
-    return any(name.partition(":")[0] in backends for name in choice.names)
+    return choice.exact or not choice.names or not names.isdisjoint(choice.names)
 
 
 def _named(kernel: Kernel, name: str) -> bool:
@@ -148,10 +141,14 @@ def _verdict(
         reasons.append(Reason("feature", "cuda_graph", None, "this kernel synchronises with the host"))
     if request.grad and kernel.backend == "reference" and "grad" not in kernel.support.features:
         reasons.append(Reason("feature", "grad", None, "an in-place op has no gradient", "call it under no_grad()"))
+    asked_for = any(_named(kernel, n) for c in asked for n in c.names)
+    if settings.strict and kernel.backend == "reference" and device.type == "cuda" and not asked_for:
+        reasons.append(Reason("disabled", "KERNELMUX_STRICT=1", None, "the reference is slow on CUDA tensors"))
     if kernel.id in refused:
         reasons.append(refused[kernel.id])
     held = None
-    if kernel.slow_build and "cuda_graph" not in request.features and not probe.warm(kernel, request):
+    wanting = not reasons and kernel.slow_build and "cuda_graph" not in request.features
+    if wanting and not probe.warm(kernel, request):
         held = Reason("toolchain", "its graph for these shapes is not built yet", fix="it is built on explicit request")
     return Verdict(kernel, tuple(sorted(reasons, key=lambda r: r.rank)), held)
 
@@ -164,7 +161,7 @@ def _disabled(kernel: Kernel, settings: Settings, asked: Sequence[Choice]) -> It
             yield Reason("disabled", f"{kernel.backend} is excluded by {choice.source}")
             break
     for name in ("deterministic", "batch_invariant"):
-        if getattr(settings, name) and not getattr(kernel, name) and kernel.backend != "reference":
+        if getattr(settings, name) and not getattr(kernel, name):
             yield Reason("disabled", f"KERNELMUX_{name.upper()}=1", None, f"this kernel is not declared {name}")
     if settings.no_compile and kernel.compiles:
         yield Reason("disabled", "KERNELMUX_NO_COMPILE=1", None, "this kernel compiles at its first call")

@@ -91,7 +91,7 @@ def read(backends: Collection[str], scopes: Collection[str], env: Mapping[str, s
 
 
 def parse_choice(text: str, backends: Collection[str], source: str, exact: bool = False) -> Choice:
-    """Parse "cudnn", "cudnn,flash_attn_3,auto" or "!flash_attn_2".
+    """Parse "cudnn", "cudnn,flash_attn_3,auto" or "!flash_attn_2"; `backends` are the names and ids that exist.
 
     >>> parse_choice("cudnn,auto", ["cudnn"], "here").names
     ('cudnn',)
@@ -106,7 +106,7 @@ def parse_choice(text: str, backends: Collection[str], source: str, exact: bool 
         bare = word.removeprefix("!")
         if word == "auto":
             auto = True
-        elif bare.partition(":")[0] not in backends:
+        elif bare not in backends:
             raise SettingError(f"{source} names {word!r}, no backend of that name{_nearest(bare, [*backends, 'auto'])}")
         elif word.startswith("!"):
             never.add(bare)
@@ -149,4 +149,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     aliases = {"fa2": "flash_attn_2", "fa3": "flash_attn_3", "fa4": "flash_attn_4"}
     near = [aliases[name.lower()]] if aliases.get(name.lower()) in known else []
     near = near or [lowered[n] for n in difflib.get_close_matches(name.lower(), lowered, n=1)]
-    return (f"; did you mean {near[0]!r}?" if near else "") + f" Valid: {', '.join(known)}"
+    short = [k for k in known if ":" not in k]
+    if len(short) > 20:
+        short = [*short[:20], "…"]
+    return (f"; did you mean {near[0]!r}?" if near else ";") + f" valid: {', '.join(short)}"

@@ -78,7 +78,9 @@ def scopes() -> set[str]:
 
 
 def backend_names() -> list[str]:
-    return [*registry.backends(), registry.REFERENCE]
+    """What may be asked for: backends, the reference, and kernel ids."""
+    ids = [k.id for b in registry.backends().values() for k in b.kernels] + [op.reference.id for op in OPS.values()]
+    return [*registry.backends(), registry.REFERENCE, *ids]
 
 
 @lru_cache(maxsize=1)
@@ -92,10 +94,16 @@ def rules() -> tuple[Rule, ...]:
     """The user's rules, then the packaged ones."""
     policy = settings().policy
     found = (*(load_rules(policy, "user policy") if policy else ()), *packaged_rules())
-    known = {*backend_names(), *(k.id for b in registry.backends().values() for k in b.kernels)}
+    known = set(backend_names())
     for rule in found:
         _check_names(rule, [rule.op], set(OPS), "op")
         _check_names(rule, rule.order, known, "order")
+        op = OPS[rule.op]
+        _check_names(rule, [rule.phase] if rule.phase else [], set(op.phases), "phase")
+        _check_names(rule, rule.when, set(op.dims), "when")
+        _check_names(rule, rule.dtypes, set(op.roles), "dtypes")
+        _check_names(rule, rule.features, set(op.features), "features")
+        _check_names(rule, rule.without, set(op.features), "without")
     return found
 
 
@@ -124,7 +132,10 @@ class Installed:
         return registry.backends()[backend].problem()
 
     def warm(self, kernel: Kernel, request: Request) -> bool:
-        return bool(load_target(kernel.slow_build)(request))
+        try:
+            return bool(load_target(kernel.slow_build)(request))
+        except Exception:  # then it cannot be known, and an eager call must not find out the slow way
+            return False
 
 
 INSTALLED = Installed()

@@ -107,6 +107,10 @@ def _limit(where: str, key: str, value: Any) -> Limit:
         if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
             raise RuleError(f"{where}: key '{key}.{name}' is {number!r}, it must be an integer or, for one_of, a list")
     fields = dict(value)
+    if fields.get("multiple_of", 1) < 1:
+        raise RuleError(f"{where}: key '{key}.multiple_of' is {fields['multiple_of']}, it must be at least 1")
+    if "min" in fields and "max" in fields and fields["min"] > fields["max"]:
+        raise RuleError(f"{where}: key {key!r} has min {fields['min']} above max {fields['max']}; nothing matches")
     if "one_of" in fields:
         fields["one_of"] = tuple(fields["one_of"]) if isinstance(fields["one_of"], list) else (fields["one_of"],)
     return Limit(**fields)

@@ -88,6 +88,8 @@ def test_explain_for_a_gpu_that_is_not_there(
     _, out, _ = run(monkeypatch, capsys, "explain", *WORDS, "--device", "B200", "--json")
     fa3 = [c for c in json.loads(out)["candidates"] if c["kernel"].startswith("flash_attn_3")]
     assert fa3 and all("needs sm must be 90" in " ".join(c["reasons"]) for c in fa3)
+    _, out, _ = run(monkeypatch, capsys, "explain", "attention/decode", "--device", "H100")
+    assert "head_dim_qk: the request does not say" in out and "not given, so not judged: q, kv, out, batch" in out
     _, out, _ = run(monkeypatch, capsys, "explain", *WORDS, "--device", "cpu")
     assert "chosen" in out and "candidates" in out
 
@@ -98,7 +100,6 @@ def test_explain_for_a_gpu_that_is_not_there(
         (("explain", "nothing"), "op is 'nothing', one of"),
         (("explain", "attention"), "attention wants a phase: attention/decode"),
         (("explain", "attention/odd"), "phase is 'odd', attention has decode, prefill, ragged"),
-        (("explain", "attention/decode", "--device", "H100"), "cannot be judged without head_dim_qk; add head_dim_qk="),
         (("explain", *WORDS, "batch=many"), "batch is 'many', it must be an integer"),
         (("explain", *WORDS, "odd"), "'odd' is not key=value"),
         (("explain", *WORDS, "q=bf17"), "dtype is 'bf17'"),

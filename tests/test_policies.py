@@ -67,6 +67,8 @@ def test_a_rule_file_loads(tmp_path: Path) -> None:
             "rule 'r': key 'when.batch' is 'many', it must be an integer or a table",
         ),
         (GOOD + "when = { batch = { max = 1.5 } }\n", "key 'when.batch.max' is 1.5, it must be an integer"),
+        (GOOD + "when = { batch = { multiple_of = 0 } }\n", "key 'when.batch.multiple_of' is 0, it must be at least 1"),
+        (GOOD + "when = { batch = { min = 3, max = 2 } }\n", "key 'when.batch' has min 3 above max 2"),
         (GOOD + "when = 3\n", "key 'when' is 3, it must be a table"),
         (GOOD + 'device = "gpu"\n', "key 'device' is 'gpu', one of 'cuda', 'cpu'"),
         (GOOD + "phase = 3\n", "key 'phase' is 3, it must be a string"),
@@ -98,7 +100,17 @@ def test_the_users_policy_comes_before_the_packaged_rules(
         )
 
 
-@pytest.mark.parametrize(("old", "new", "key"), [('["b"]', '["nobody"]', "order"), ("scratch", "nothing", "op")])
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ('["b"]', '["nobody"]', "order"),
+        ("scratch", "nothing", "op"),
+        ("why", 'phase = "decod"\nwhy', "phase"),
+        ("why", "when = { raws = { min = 1 } }\nwhy", "when"),
+        ("why", 'features = ["odd"]\nwhy', "features"),
+        ("why", 'dtypes = { q = "bfloat16" }\nwhy', "dtypes"),
+    ],
+)
 def test_unknown_names_in_a_users_policy_are_errors(
     op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str, key: str
 ) -> None:

@@ -54,11 +54,12 @@ def test_entry_points_bring_backends_and_broken_ones_are_reported(monkeypatch: p
     )
 
 
-def test_an_entry_point_that_is_no_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint("odd", "kernelmux.testing:SCRATCH", registry.GROUP)]
+def test_an_entry_point_that_is_no_backend_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [EntryPoint(name, "kernelmux.testing:SCRATCH", registry.GROUP) for name in ("torch", "my-backend")]
     monkeypatch.setattr(registry.metadata, "entry_points", lambda group: points)
-    with pytest.raises(RegistryError, match="gives a str, it must be a Backend"):
-        list(registry._outside())
+    found = registry.collect([*registry._own(), *registry._outside()])
+    assert {"outside_torch", "outside_my_backend", "torch"} <= set(found)
+    assert "TypeError: it gives a str, it must be a Backend" in str(found["outside_torch"].problem())
 
 
 def test_a_kernel_is_verified_only_by_a_record_of_its_present_sources(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from kernelmux.capabilities import (
 from kernelmux.dispatch.explain import explain
 from kernelmux.dispatch.op import Op
 from kernelmux.dispatch.resolve import AllInstalled, Candidates, resolve
-from kernelmux.dispatch.settings import Settings
+from kernelmux.dispatch.settings import Choice, Settings
 from kernelmux.policies import Rule
 from kernelmux.testing import call, installed, stub
 
@@ -158,8 +158,10 @@ def test_strict_forbids_the_reference_on_cuda_but_not_on_a_cpu(op: Op) -> None:
     candidates = Candidates([], op.reference)
     strict = Settings(strict=True)
     assert resolve(request(), PRESETS["CPU"], candidates, (), strict, AllInstalled()).kernel is op.reference
-    with pytest.raises(NoKernelError, match="would work: reference:scratch"):
+    with pytest.raises(NoKernelError, match="KERNELMUX_STRICT=1: the reference is slow on CUDA tensors"):
         resolve(request(), H100, candidates, (), strict, AllInstalled())
+    named = [Choice(("reference",), auto=False, source="context")]
+    assert resolve(request(), H100, candidates, (), strict, AllInstalled(), named).kernel is op.reference
 
 
 def test_a_slow_build_is_held_back_until_asked_for_or_captured(op: Op) -> None:
@@ -278,3 +280,55 @@ def test_a_bucket_decided_warm_builds_nothing_for_another_length(op: Op, monkeyp
         assert op.bucket(2) == op.bucket(5)
         assert [call(op, torch.ones(n, 3))[0, 0].item() for n in (2, 5, 2)] == [3, 2, 3]
         assert call(op, torch.ones(5, 3), backend="a")[0, 0].item() == 3, "asked for by name, it is built"
+
+
+def test_an_outside_kernel_that_cannot_be_loaded_is_passed_over(op: Op) -> None:
+    with installed(stub("a", "no_such_function"), stub("b", "quadruple")):
+        with pytest.warns(FallbackWarning, match="a:scratch: refused at run time: AttributeError"):
+            assert value(op) == 4
+        with pytest.warns(FallbackWarning), pytest.raises(NoKernelError, match="AttributeError"):
+            value(op, backend="a")
+
+
+def test_a_check_that_raises_is_a_reason(op: Op) -> None:
+    def also(request: Request, device: object) -> list[Reason]:
+        raise ZeroDivisionError("a bug in a declaration")
+
+    with installed(stub("a", also=also)):
+        assert value(op) == 2
+        assert "also: ZeroDivisionError: a bug in a declaration" in str(explain(request()))
+
+
+def test_a_probe_of_warmth_that_raises_means_cold(op: Op) -> None:
+    with installed(stub("a", slow_build="no_such_module:warm")):
+        assert value(op) == 2
+
+
+def test_a_failed_compilation_falls_through_where_others_are_allowed(op: Op) -> None:
+    with installed(stub("a", "fails_to_compile"), stub("b", "quadruple")):
+        for names in (("a", "auto"), ("a", "b")):
+            with kernelmux.prefer(*names), pytest.warns(FallbackWarning, match="No such file"):
+                assert value(op) == 4
+
+
+def test_a_kernel_id_binds_its_own_op_only(op: Op) -> None:
+    two = (stub("a"), stub("b", op="other"))
+    with installed(*two), kernelmux.prefer("b:other"):
+        assert value(op) == 3
+    with installed(*two), pytest.raises(SettingError, match=r"names 'a:scrtch'.*did you mean 'a:scratch'"):
+        kernelmux.prefer("a:scrtch", "auto").__enter__()
+
+
+def test_a_rule_may_put_the_reference_first(op: Op) -> None:
+    candidates = Candidates(list(stub("a").kernels), op.reference)
+    rule = Rule("r", "scratch", ("reference",), "small work")
+    decision = resolve(request(), PRESETS["CPU"], candidates, [rule], Settings(), AllInstalled())
+    assert (decision.kernel, decision.why) == (op.reference, "packaged rule r: small work")
+
+
+def test_a_broad_exclusion_holds_beside_a_narrower_variable(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(stub("a"), stub("b", "quadruple")):
+        monkeypatch.setenv("KERNELMUX_BACKEND", "!a")
+        monkeypatch.setenv("KERNELMUX_BACKEND_STUB", "b,auto")
+        kernelmux.reload()
+        assert "a:scratch" not in [k.id for k in explain(request()).ranked]

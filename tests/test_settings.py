@@ -14,7 +14,7 @@ from kernelmux.dispatch.op import Op
 from kernelmux.dispatch.settings import Choice, read
 from kernelmux.testing import call, installed, stub
 
-BACKENDS = ["cudnn", "flash_attn_2", "flash_attn_3", "reference"]
+BACKENDS = ["cudnn", "flash_attn_2", "flash_attn_3", "reference", "flash_attn_3:attention/decode"]
 SCOPES = ["attention", "attention_decode", "gemm_mm_fp8"]
 
 
@@ -62,8 +62,9 @@ def test_switches_paths_and_log() -> None:
     [
         ("BACKEND", "", "KERNELMUX_BACKEND is empty; give a backend such as cudnn, or unset it"),
         ("BACKEND", "FA2", "KERNELMUX_BACKEND names 'FA2', no backend of that name; did you mean 'flash_attn_2'?"),
-        ("BACKEND", "fa3", "did you mean 'flash_attn_3'? Valid: auto, cudnn, flash_attn_2, flash_attn_3, reference"),
-        ("BACKEND", "INVALID", "no backend of that name Valid: auto, cudnn"),
+        ("BACKEND", "fa3", "did you mean 'flash_attn_3'? valid: auto, cudnn, flash_attn_2, flash_attn_3, reference"),
+        ("BACKEND", "INVALID", "no backend of that name; valid: auto, cudnn"),
+        ("BACKEND", "flash_attn_3:attention/decod", "did you mean 'flash_attn_3:attention/decode'?"),
         ("BACKEND", "auto,cudnn", "KERNELMUX_BACKEND is 'auto,cudnn', 'auto' must come last"),
         ("BACKEND", "cudnn,!cudnn", "it both wants and excludes 'cudnn'"),
         ("BACKEND_ATENTION", "cudnn", "not a setting; did you mean 'KERNELMUX_BACKEND_ATTENTION'?"),
@@ -160,3 +161,10 @@ def test_tracking_counts_calls_per_kernel(op: Op) -> None:
         assert (use.kernel, use.calls, use.why) == ("a:scratch", 2, "default: able")
         call(op, torch.ones(2, 3))
         assert use.calls == 2
+
+
+def test_an_unwritable_record_is_an_error(op: Op, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KERNELMUX_RECORD", str(tmp_path / "no" / "requests"))
+    kernelmux.reload()
+    with pytest.raises(SettingError, match=r"KERNELMUX_RECORD is .*: No such file or directory; give a writable path"):
+        call(op, torch.ones(2, 3))

@@ -253,3 +253,23 @@ def test_the_check_setting_looks_at_values(monkeypatch: pytest.MonkeyPatch) -> N
         plan(seq_lens=ints(7, 2))
     with pytest.raises(ValueError, match=r"seq_lens_q is \[2\]"):
         plan(seq_lens_q=ints(2))
+
+
+def test_offsets_that_leave_the_keys_are_refused() -> None:
+    ragged = kernelmux.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(8, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"kv_indptr\[0\] is -2, it must not be negative"):
+        ragged.plan(torch.tensor([0, 3]).int(), torch.tensor([-2, 2]).int(), 4, 2, 64, q_data_type="float32")
+    decode = kernelmux.BatchDecodeWithPagedKVCacheWrapper(torch.empty(8, dtype=torch.uint8))
+    page = torch.tensor([0, 1, 2]).int()
+    with pytest.raises(ValueError, match=r"indptr\[0\] is -1"):
+        decode.plan(torch.tensor([-1, 2, 3]).int(), page, torch.tensor([1, 1]).int(), 4, 2, 64, 16)
+    with pytest.raises(ValueError, match="last_page_len holds 200, at most page_size = 16"):
+        decode.plan(torch.tensor([0, 2, 3]).int(), page, torch.tensor([200, 1]).int(), 4, 2, 64, 16)
+
+
+def test_batch_invariance_is_not_promised_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELMUX_BATCH_INVARIANT", "1")
+    kernelmux.reload()
+    with pytest.raises(kernelmux.NoKernelError, match="this kernel is not declared batch_invariant"):
+        kernelmux.mm_bf16(torch.ones(2, 4), torch.ones(4, 3), out_dtype=torch.float32)
+    assert kernelmux.rmsnorm(torch.ones(2, 4), torch.ones(4)).shape == (2, 4)

@@ -59,7 +59,10 @@ def paged_lengths(given: Mapping[str, Tensor], page_size: int, q_len_per_req: in
             f"{names[-1]} has {last.numel()} entries, {names[-2]} describes {kv_indptr.numel() - 1} sequences; "
             "give one length per sequence"
         )
+    _check_start(names[-2], kv_indptr)
     pages = kv_indptr[1:] - kv_indptr[:-1]
+    if last.numel() and bool(((last > page_size) & (pages > 0)).any()):
+        raise ValueError(f"{names[-1]} holds {int(last.max())}, at most page_size = {page_size}; correct it")
     kv_len = ((pages - 1) * page_size + last).masked_fill_(pages <= 0, 0)
     if rows:
         return _lengths(names, rows[0], kv_indptr, last, kv_len)
@@ -82,11 +85,17 @@ def _lengths(
         raise ValueError(
             f"{names[0]} has {qo_indptr.numel()} entries and {names[1]} {kv_indptr.numel()}; both need batch + 1"
         )
+    _check_start(names[1], kv_indptr)
     q_len = qo_indptr[1:] - qo_indptr[:-1]
     max_q, max_kv = _longest(names[0], q_len), _longest(names[-1], kv_len)
     if int(qo_indptr[0]) != 0:
         raise ValueError(f"{names[0]}[0] is {int(qo_indptr[0])}, it must be 0; slice q instead")
     return Lengths(qo_indptr, kv_indptr, last, q_len, kv_len, max_q, max_kv, int(qo_indptr[-1]), int(kv_indptr[-1]))
+
+
+def _check_start(name: str, indptr: Tensor) -> None:
+    if indptr.numel() and int(indptr[0]) < 0:
+        raise ValueError(f"{name}[0] is {int(indptr[0])}, it must not be negative; correct it")
 
 
 def _longest(name: str, lengths: Tensor) -> int:

@@ -1,7 +1,6 @@
 """The attention op: what a planned batch asks of a kernel, and the choice of one."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor
 from kernelmux.capabilities import (
     AttentionSpec,
     Batch,
-    FallbackWarning,
-    Reason,
     Request,
     RunExtras,
     Runner,
@@ -63,6 +60,7 @@ ATTENTION = Op(
     features=FEATURES,
     planned=True,
     graph_safe=False,
+    batch_invariant=False,  # torch's products round differently for other numbers of rows
 )
 
 
@@ -141,16 +139,12 @@ class Choice:
         """The Decision behind `plan`."""
         request = request_of(self.spec, self.batch, self.uses)
         with self._preferred():
-            return ATTENTION.decide(request, self.backend, ATTENTION._refused.get(self.key))
+            return ATTENTION.decide(request, self.backend, ATTENTION.refused(self.key))
 
     def after_refusal(self, error: Unsupported) -> Runner:
         """The chosen kernel refused in run(), before any launch: note it, warn, and plan the next one."""
-        decision = self.decision()
-        kernel = decision.kernel.id
-        reason = Reason("broken", kernel, None, f"refused at run time: {error}")
-        ATTENTION._refused.setdefault(self.key, {})[kernel] = reason
+        ATTENTION.refuse(self.key, self.decision(), error)
         ATTENTION.cache.pop(self.key, None)
-        warnings.warn(f"{decision.request.label}: {reason}; using the next", FallbackWarning, stacklevel=4)
         return self.plan()
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernelmux.capabilities import Batch, PlanError, RunExtras, Runner, Unsupported
+from kernelmux.capabilities import Batch, CompileError, PlanError, RunExtras, Runner, Unsupported
 from kernelmux.dispatch.attention.op import GRAD, LSE, Choice, needs_grad, nothing, uses_of
 from kernelmux.dispatch.attention.reference import reference
 from kernelmux.dispatch.attention.spec import Interned
@@ -80,7 +80,7 @@ class Plan:
         while True:
             try:
                 return runner(q, k, v, out, lse, sm_scale, extras)
-            except Unsupported as error:
+            except (Unsupported, CompileError) as error:
                 runner = self.runners[uses] = self._choice(uses).after_refusal(error)
 
     def prepare(self, uses: int, keep: bool = True) -> Runner:

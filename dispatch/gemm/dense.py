@@ -91,12 +91,12 @@ def layouts(a: Tensor, b: Tensor, out: Tensor | None) -> set[str]:
 
 MM_BF16 = Op(
     "mm_bf16", "gemm", reference.mm_bf16, _describe,
-    growing=("m",), dims=("n", "k"), roles=("a", "b", "out", "bias"), features=FEATURES,
+    growing=("m",), batch_invariant=False, dims=("n", "k"), roles=("a", "b", "out", "bias"), features=FEATURES,
     schema="(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out, str backend) -> ()",
 )  # fmt: skip
 BMM_BF16 = Op(
     "bmm_bf16", "gemm", reference.bmm_bf16, _describe_batched,
-    growing=("batch", "m"), dims=("n", "k"), roles=("a", "b", "out"), features=FEATURES,
+    growing=("batch", "m"), batch_invariant=False, dims=("n", "k"), roles=("a", "b", "out"), features=FEATURES,
     schema="(Tensor A, Tensor B, Tensor(a!) out, str backend) -> ()",
 )  # fmt: skip
 
@@ -189,6 +189,8 @@ def bmm_bf16(
 
 def _mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None, backend: str) -> Tensor:
     op, rows, right = MM_BF16, a.shape, b.shape
+    if len(rows) != 2 or len(right) != 2:
+        _check_shapes(op.name, {"a": a, "b": b})
     address, extra, written, grad = a.data_ptr() | b.data_ptr(), None, None, a.requires_grad or b.requires_grad
     if bias is not None:
         extra = (bias.dtype, bias.device, bias.shape, bias.stride())

@@ -101,7 +101,7 @@ def _fused_add(op: Op, input: Tensor, residual: Tensor, weight: Tensor, eps: flo
         weight.dtype, weight.device, weight.ndim, weight.numel(), weight.is_contiguous(),
         (input.data_ptr() | residual.data_ptr() | weight.data_ptr()) & 15 == 0,
         is_grad_enabled() and (input.requires_grad or residual.requires_grad or weight.requires_grad),
-        op.bucket(shape[0]), PREFER.get(),
+        op.bucket(shape[0] if shape else 0), PREFER.get(),
     )  # fmt: skip
     run = op.cache.get(key) or op.pick(key, (input, residual, weight, eps))
     run(input, residual, weight, eps)

@@ -65,7 +65,7 @@ def _layernorm(input: Tensor, gemma: Tensor, beta: Tensor, eps: float, out: Tens
         out is None or (out.dtype, out.stride(), out.data_ptr() & 15 == 0),
         (input.data_ptr() | gemma.data_ptr() | beta.data_ptr()) & 15 == 0,
         is_grad_enabled() and (input.requires_grad or gemma.requires_grad or beta.requires_grad),
-        op.bucket(shape[0]), PREFER.get(),
+        op.bucket(shape[0] if shape else 0), PREFER.get(),
     )  # fmt: skip
     run = op.cache.get(key) or op.pick(key, (input, gemma, beta, eps, out))
     return run(input, gemma, beta, eps, out)  # type: ignore[no-any-return]

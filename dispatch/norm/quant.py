@@ -173,7 +173,7 @@ def _run(op: Op, args: tuple[Any, ...], weight: Tensor, other: Tensor | None = N
         weight.dtype, weight.device, weight.ndim, weight.numel(), weight.is_contiguous(),
         extra, (scale.device, scale.numel()) if isinstance(scale, Tensor) else None, address & 15 == 0,
         is_grad_enabled() and (input.requires_grad or weight.requires_grad or out.requires_grad),
-        op.bucket(shape[0]), PREFER.get(),
+        op.bucket(shape[0] if shape else 0), PREFER.get(),
     )  # fmt: skip
     run = op.cache.get(key) or op.pick(key, args)
     run(*args)

@@ -143,7 +143,7 @@ def _norm(op: Op, input: Tensor, weight: Tensor, eps: float, out: Tensor | None)
         input.dtype, input.device, shape[1] if len(shape) == 2 else shape[1:], input.stride(),
         weight.dtype, weight.device, weight.ndim, weight.numel(), weight.is_contiguous(),
         written, address & 15 == 0, is_grad_enabled() and (input.requires_grad or weight.requires_grad),
-        op.bucket(shape[0]), PREFER.get(),
+        op.bucket(shape[0] if shape else 0), PREFER.get(),
     )  # fmt: skip
     run = op.cache.get(key) or op.pick(key, (input, weight, eps, out))
     return run(input, weight, eps, out)  # type: ignore[no-any-return]

@@ -94,6 +94,12 @@ def check_tokens(op: str, parts: Mapping[str, Tensor], positions: Mapping[str, T
     check_counts(op, parts, positions)
 
 
+def last_dim(q: Tensor) -> int:
+    """q's head_dim; 0 for a tensor without dims, which is refused later."""
+    shape = q.shape
+    return shape[-1] if shape else 0
+
+
 def check_counts(op: str, parts: Mapping[str, Tensor], positions: Mapping[str, Tensor]) -> None:
     tokens = next(iter(parts.values())).shape[0]
     for name, part in parts.items():

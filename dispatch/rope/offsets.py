@@ -14,6 +14,7 @@ from kernelmux.dispatch.rope.describe import (
     check_requests,
     check_tokens,
     computed_request,
+    last_dim,
     smoothing,
 )
 
@@ -111,7 +112,7 @@ def apply_rope(
             [0.5403, 0.8415],
             [0.5403, 0.8415]])
     """
-    dim = q.shape[-1] if rotary_dim is None else rotary_dim
+    dim = last_dim(q) if rotary_dim is None else rotary_dim
     return _apply(q, k, indptr, offsets, dim, interleave, float(rope_scale), float(rope_theta), 0.0, 0.0)
 
 
@@ -141,7 +142,7 @@ def apply_llama31_rope(
     tensor([[1.0000, 0.0000],
             [0.5403, 0.8415]])
     """
-    dim = q.shape[-1] if rotary_dim is None else rotary_dim
+    dim = last_dim(q) if rotary_dim is None else rotary_dim
     smooth = smoothing(low_freq_factor, high_freq_factor, old_context_len)
     return _apply(q, k, indptr, offsets, dim, interleave, float(rope_scale), float(rope_theta), *smooth)
 
@@ -168,7 +169,7 @@ def apply_rope_inplace(
     >>> q, k
     (tensor([[[0.5403, 0.8415]]]), tensor([[[-0.8415,  0.5403]]]))
     """
-    dim = q.shape[-1] if rotary_dim is None else rotary_dim
+    dim = last_dim(q) if rotary_dim is None else rotary_dim
     _inplace(q, k, indptr, offsets, dim, interleave, float(rope_scale), float(rope_theta), 0.0, 0.0)
 
 
@@ -197,7 +198,7 @@ def apply_llama31_rope_inplace(
     >>> q, k
     (tensor([[[0.5403, 0.8415]]]), tensor([[[-0.8415,  0.5403]]]))
     """
-    dim = q.shape[-1] if rotary_dim is None else rotary_dim
+    dim = last_dim(q) if rotary_dim is None else rotary_dim
     smooth = smoothing(low_freq_factor, high_freq_factor, old_context_len)
     _inplace(q, k, indptr, offsets, dim, interleave, float(rope_scale), float(rope_theta), *smooth)
 

@@ -8,7 +8,7 @@ from kernelmux.capabilities import Request
 from kernelmux.dispatch.arguments import needs_grad, refuse_grad
 from kernelmux.dispatch.op import PREFER, Op
 from kernelmux.dispatch.rope import reference
-from kernelmux.dispatch.rope.describe import DIMS, FEATURES, check_tokens, computed_request, smoothing
+from kernelmux.dispatch.rope.describe import DIMS, FEATURES, check_tokens, computed_request, last_dim, smoothing
 
 Pair = tuple[Tensor, Tensor]
 
@@ -99,7 +99,7 @@ def apply_rope_pos_ids(
     tensor([[1.0000, 0.0000],
             [0.5403, 0.8415]])
     """
-    dim = q.shape[-1] if rotary_dim is None else rotary_dim
+    dim = last_dim(q) if rotary_dim is None else rotary_dim
     return _apply(q, k, pos_ids, dim, interleave, float(rope_scale), float(rope_theta), 0.0, 0.0)
 
 
@@ -136,7 +136,7 @@ def apply_llama31_rope_pos_ids(
     tensor([[1.0000, 0.0000],
             [0.5403, 0.8415]])
     """
-    dim = q.shape[-1] if rotary_dim is None else rotary_dim
+    dim = last_dim(q) if rotary_dim is None else rotary_dim
     smooth = smoothing(low_freq_factor, high_freq_factor, old_context_len)
     return _apply(q, k, pos_ids, dim, interleave, float(rope_scale), float(rope_theta), *smooth)
 
@@ -162,7 +162,7 @@ def apply_rope_pos_ids_inplace(
     >>> q, k
     (tensor([[[0.5403, 0.8415]]]), tensor([[[-0.8415,  0.5403]]]))
     """
-    dim = q.shape[-1] if rotary_dim is None else rotary_dim
+    dim = last_dim(q) if rotary_dim is None else rotary_dim
     _inplace(q, k, pos_ids, dim, interleave, float(rope_scale), float(rope_theta), 0.0, 0.0)
 
 
@@ -190,7 +190,7 @@ def apply_llama31_rope_pos_ids_inplace(
     >>> q, k
     (tensor([[[0.5403, 0.8415]]]), tensor([[[-0.8415,  0.5403]]]))
     """
-    dim = q.shape[-1] if rotary_dim is None else rotary_dim
+    dim = last_dim(q) if rotary_dim is None else rotary_dim
     smooth = smoothing(low_freq_factor, high_freq_factor, old_context_len)
     _inplace(q, k, pos_ids, dim, interleave, float(rope_scale), float(rope_theta), *smooth)
 
