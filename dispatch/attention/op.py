@@ -12,7 +12,6 @@ from kernelmux.capabilities import (
     Request,
     RunExtras,
     Runner,
-    Unsupported,
 )
 from kernelmux.dispatch import log
 from kernelmux.dispatch.attention import reference
@@ -141,7 +140,7 @@ class Choice:
         with self._preferred():
             return ATTENTION.decide(request, self.backend, ATTENTION.refused(self.key))
 
-    def after_refusal(self, error: Unsupported) -> Runner:
+    def after_refusal(self, error: Exception) -> Runner:
         """The chosen kernel refused in run(), before any launch: note it, warn, and plan the next one."""
         ATTENTION.refuse(self.key, self.decision(), error)
         ATTENTION.cache.pop(self.key, None)

@@ -97,8 +97,8 @@ def _fused_add(op: Op, input: Tensor, residual: Tensor, weight: Tensor, eps: flo
         same_shape(op.name, "residual", residual, input)
     key = (
         input.dtype, input.device, shape[1] if len(shape) == 2 else shape[1:], input.stride(),
-        residual.dtype, residual.device, residual.stride(),
-        weight.dtype, weight.device, weight.ndim, weight.numel(), weight.is_contiguous(),
+        residual.dtype, residual.get_device(), residual.stride(),
+        weight.dtype, weight.get_device(), weight.ndim, weight.numel(), weight.is_contiguous(),
         (input.data_ptr() | residual.data_ptr() | weight.data_ptr()) & 15 == 0,
         is_grad_enabled() and (input.requires_grad or residual.requires_grad or weight.requires_grad),
         op.bucket(shape[0] if shape else 0), PREFER.get(),

@@ -33,7 +33,8 @@ def computed_request(
     """A form that computes its angles. `parts` are q and k; `outs` None: they are written."""
     scale, theta, smooth_a, smooth_b = scaling
     if not (scale > 0 and theta > 0):
-        raise ValueError(f"{op}: rope_scale is {scale}, rope_theta {theta}, both must be above 0; correct them")
+        got = f"rope_scale is {float(scale)}, rope_theta {float(theta)}"
+        raise ValueError(f"{op}: {got}, both must be above 0; correct them")
     features = {"llama31"} if smooth_a or smooth_b else set()
     head_dim = parts["q"].shape[-1]
     if head_dim != parts["k"].shape[-1]:

@@ -99,8 +99,7 @@ def apply_rope_pos_ids(
     tensor([[1.0000, 0.0000],
             [0.5403, 0.8415]])
     """
-    dim = last_dim(q) if rotary_dim is None else rotary_dim
-    return _apply(q, k, pos_ids, dim, interleave, float(rope_scale), float(rope_theta), 0.0, 0.0)
+    return _apply(q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, 0.0, 0.0)
 
 
 def apply_llama31_rope_pos_ids(
@@ -136,9 +135,8 @@ def apply_llama31_rope_pos_ids(
     tensor([[1.0000, 0.0000],
             [0.5403, 0.8415]])
     """
-    dim = last_dim(q) if rotary_dim is None else rotary_dim
     smooth = smoothing(low_freq_factor, high_freq_factor, old_context_len)
-    return _apply(q, k, pos_ids, dim, interleave, float(rope_scale), float(rope_theta), *smooth)
+    return _apply(q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, *smooth)
 
 
 def apply_rope_pos_ids_inplace(
@@ -162,8 +160,7 @@ def apply_rope_pos_ids_inplace(
     >>> q, k
     (tensor([[[0.5403, 0.8415]]]), tensor([[[-0.8415,  0.5403]]]))
     """
-    dim = last_dim(q) if rotary_dim is None else rotary_dim
-    _inplace(q, k, pos_ids, dim, interleave, float(rope_scale), float(rope_theta), 0.0, 0.0)
+    _inplace(q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, 0.0, 0.0)
 
 
 def apply_llama31_rope_pos_ids_inplace(
@@ -190,16 +187,15 @@ def apply_llama31_rope_pos_ids_inplace(
     >>> q, k
     (tensor([[[0.5403, 0.8415]]]), tensor([[[-0.8415,  0.5403]]]))
     """
-    dim = last_dim(q) if rotary_dim is None else rotary_dim
     smooth = smoothing(low_freq_factor, high_freq_factor, old_context_len)
-    _inplace(q, k, pos_ids, dim, interleave, float(rope_scale), float(rope_theta), *smooth)
+    _inplace(q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, *smooth)
 
 
 def _apply(
     q: Tensor,
     k: Tensor,
     pos_ids: Tensor,
-    dim: int,
+    dim: int | None,
     interleave: bool,
     scale: float,
     theta: float,
@@ -209,13 +205,15 @@ def _apply(
     k_rope: Tensor | None = None,
 ) -> Pair:
     if is_compiling():
-        return _compiled(q, k, pos_ids, dim, interleave, scale, theta, a, b)
+        return _compiled(q, k, pos_ids, last_dim(q) if dim is None else dim, interleave, scale, theta, a, b)
     op, written = APPLY_ROPE_POS_IDS, None
     if q_rope is not None and k_rope is not None:
         written = (q_rope.stride(), k_rope.stride(), (q_rope.data_ptr() | k_rope.data_ptr()) & 15 == 0)
     if not pos_ids.is_contiguous():
         pos_ids = pos_ids.contiguous()
-    key = (_key(op, q, k, pos_ids), dim, interleave, scale, theta, a, b, written)
+    known, width = _key(op, q, k, pos_ids)
+    dim = width if dim is None else dim
+    key = (known, dim, interleave, scale, theta, a, b, written)
     args = (q, k, pos_ids, dim, interleave, scale, theta, a, b, q_rope, k_rope)
     run = op.cache.get(key) or op.pick(key, args)
     return run(*args)  # type: ignore[no-any-return]
@@ -241,30 +239,42 @@ def _compiled(
 
 
 def _inplace(
-    q: Tensor, k: Tensor, pos_ids: Tensor, dim: int, interleave: bool, scale: float, theta: float, a: float, b: float
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    dim: int | None,
+    interleave: bool,
+    scale: float,
+    theta: float,
+    a: float,
+    b: float,
 ) -> None:
     if is_compiling():
+        dim = last_dim(q) if dim is None else dim
         refuse_grad("apply_rope_pos_ids_inplace", q, k)
         torch.ops.kernelmux.apply_rope_pos_ids_inplace(q, k, pos_ids, dim, interleave, scale, theta, a, b)
         return
     op = APPLY_ROPE_POS_IDS_INPLACE
     if not pos_ids.is_contiguous():
         pos_ids = pos_ids.contiguous()
-    key = (_key(op, q, k, pos_ids), dim, interleave, scale, theta, a, b)
+    known, width = _key(op, q, k, pos_ids)
+    dim = width if dim is None else dim
+    key = (known, dim, interleave, scale, theta, a, b)
     args = (q, k, pos_ids, dim, interleave, scale, theta, a, b)
     run = op.cache.get(key) or op.pick(key, args)
     run(*args)
 
 
-def _key(op: Op, q: Tensor, k: Tensor, pos_ids: Tensor) -> tuple[object, ...]:
+def _key(op: Op, q: Tensor, k: Tensor, pos_ids: Tensor) -> tuple[tuple[object, ...], int]:
+    """What a decision depends on of the tensors, and their head_dim."""
     rows, columns = q.shape, k.shape
     if len(rows) != 3 or len(columns) != 3 or rows[0] != columns[0] or pos_ids.numel() != rows[0] or pos_ids.ndim != 1:
         check_tokens(op.name, {"q": q, "k": k}, {"pos_ids": pos_ids})
     return (
-        q.dtype, k.dtype is q.dtype, pos_ids.dtype, q.device, k.device, pos_ids.device,
+        q.dtype, k.dtype, pos_ids.dtype, q.device, k.get_device(), pos_ids.get_device(),
         rows[1], rows[2], columns[1], columns[2], q.stride(), k.stride(), (q.data_ptr() | k.data_ptr()) & 15 == 0,
         is_grad_enabled() and (q.requires_grad or k.requires_grad), op.bucket(rows[0]), PREFER.get(),
-    )  # fmt: skip
+    ), rows[2]  # fmt: skip
 
 
 def _eager(*args: object) -> None:
