@@ -42,6 +42,8 @@ def attend(
     if q_scale is not None or k_scale is not None:
         factor, held = scales.fold(q_scale, k_scale)
         extras = scales.extras_with(extras, held)
+    if q.ndim != 3:
+        raise ValueError(f"q has shape {list(q.shape)}, it must be [tokens, heads, head_dim]; reshape it")
     shape = (q.shape[0], result.heads, result.dim)
     final = results.output(out, shape, result.dtype, q, k, v, result.padded)
     rescaled = not (scales.is_one(v_scale) and scales.is_one(o_scale))

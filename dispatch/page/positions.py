@@ -17,6 +17,12 @@ def int32(index: Tensor, name: str) -> Tensor:
     return index.int()
 
 
+def _check_flat(op: str, tensors: dict[str, Tensor]) -> None:
+    for name, t in tensors.items():
+        if t.ndim != 1:
+            raise ValueError(f"{op}: {name} has shape {list(t.shape)}, it must have one dimension; reshape it")
+
+
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """Compute the length of each paged sequence: max(pages - 1, 0) * page_size + last_page_len.
 
@@ -39,6 +45,7 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     >>> get_seq_lens(torch.tensor([0, 3, 3, 4]), torch.tensor([5, 0, 16]), page_size=16).tolist()
     [37, 0, 16]
     """
+    _check_flat("get_seq_lens", {"kv_indptr": kv_indptr, "kv_last_page_len": kv_last_page_len})
     if kv_indptr.shape[0] != kv_last_page_len.shape[0] + 1:
         raise ValueError(
             f"get_seq_lens: kv_indptr has {kv_indptr.shape[0]} offsets, kv_last_page_len {kv_last_page_len.shape[0]} "
@@ -106,6 +113,9 @@ def get_batch_indices_positions(
     >>> b.tolist(), p.tolist()
     ([0, 1, 1, -1], [4, 0, 1, 0])
     """
+    _check_flat("get_batch_indices_positions", {"append_indptr": append_indptr, "seq_lens": seq_lens})
+    if nnz < 0:
+        raise ValueError(f"get_batch_indices_positions: nnz is {nnz}, at least 0; give the number of appended tokens")
     if append_indptr.shape[0] != seq_lens.shape[0] + 1:
         raise ValueError(
             f"get_batch_indices_positions: append_indptr has {append_indptr.shape[0]} offsets, seq_lens "

@@ -138,6 +138,8 @@ def nvfp4_kv_quantize(input: Tensor, global_scale: Tensor) -> tuple[Tensor, Tens
 def _quantize(
     input: Tensor, global_scale: Tensor, packed: Tensor | None, block_scales: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    if input.ndim == 0:
+        raise ValueError("nvfp4_kv_quantize: input has no dimensions, it must be [rows, width]; reshape it")
     key = (
         (input.dtype, input.device, input.shape[1:], input.stride(), input.data_ptr() & 15),
         (global_scale.shape, global_scale.dtype, global_scale.device),
@@ -173,6 +175,8 @@ def nvfp4_kv_dequantize(
     >>> nvfp4_kv_dequantize(fp4, scales, torch.ones(1))[0].tolist()[:8]
     [0.0, 1.25, 2.5, 2.5, 3.75, 5.0, 5.0, 7.5]
     """
+    if fp4_data.ndim == 0 or block_scales.ndim == 0:
+        raise ValueError("nvfp4_kv_dequantize: fp4_data and block_scales must be [rows, width]; reshape them")
     if fp4_data.shape[0] != block_scales.shape[0]:
         raise ValueError(
             f"nvfp4_kv_dequantize: fp4_data has {fp4_data.shape[0]} rows, block_scales {block_scales.shape[0]}; "

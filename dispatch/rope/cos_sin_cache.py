@@ -202,8 +202,8 @@ def _inplace(
 
 def _key(op: Op, positions: Tensor, query: Tensor, key: Tensor, cache: Tensor) -> tuple[object, ...]:
     rows, columns = query.shape, key.shape
-    tokens = rows[0]
-    if columns[0] != tokens or positions.numel() != tokens or positions.ndim != 1:
+    tokens = rows[0] if rows else -1
+    if not rows or not columns or columns[0] != tokens or positions.numel() != tokens or positions.ndim != 1:
         check_counts(op.name, {"query": query, "key": key}, {"positions": positions})
     return (
         query.dtype, key.dtype is query.dtype, positions.dtype, query.device, key.device, positions.device,

@@ -102,6 +102,9 @@ def last_dim(q: Tensor) -> int:
 
 
 def check_counts(op: str, parts: Mapping[str, Tensor], positions: Mapping[str, Tensor]) -> None:
+    for name, part in parts.items():
+        if part.ndim == 0:
+            raise shape_error(op, name, part, "[tokens, …]", "reshape it")
     tokens = next(iter(parts.values())).shape[0]
     for name, part in parts.items():
         if part.shape[0] != tokens:

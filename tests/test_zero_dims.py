@@ -1,0 +1,47 @@
+"""Tensors without dimensions get the message of any other wrong shape."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kernelmux as km
+
+S, W, I = torch.tensor(1.0), torch.ones(1), torch.tensor([0])
+
+
+def decode() -> None:
+    wrapper = km.BatchDecodeWithPagedKVCacheWrapper(torch.empty(8, dtype=torch.uint8))
+    wrapper.plan(torch.tensor([0, 1]), I, torch.tensor([1]), 1, 1, 4, 1, q_data_type="float32")
+    wrapper.run(S, torch.ones(1, 2, 1, 1, 4))
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "rmsnorm": lambda: km.rmsnorm(S, W),
+    "fused_add_rmsnorm": lambda: km.fused_add_rmsnorm(S, S, W),
+    "rmsnorm_quant": lambda: km.rmsnorm_quant(S.to(torch.float8_e4m3fn), S, W, 1.0),
+    "layernorm": lambda: km.layernorm(S.bfloat16(), W, W),
+    "silu_and_mul": lambda: km.silu_and_mul(S),
+    "mm_bf16": lambda: km.mm_bf16(S, W[None]),
+    "apply_rope": lambda: km.apply_rope(S, S, torch.tensor([0, 1]), I),
+    "apply_rope_pos_ids": lambda: km.apply_rope_pos_ids(S, S, I),
+    "apply_rope_with_cos_sin_cache": lambda: km.apply_rope_with_cos_sin_cache(I, S, S, 2, torch.ones(1, 2)),
+    "get_seq_lens": lambda: km.get_seq_lens(I[0], I, 1),
+    "get_batch_indices_positions": lambda: km.get_batch_indices_positions(I[0], I, 1),
+    "nvfp4_kv_quantize": lambda: km.nvfp4_kv_quantize(S, W),
+    "softmax": lambda: km.softmax(S),
+    "top_k": lambda: km.top_k(S, 1),
+    "decode": decode,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_without_dimensions_is_refused_clearly(name: str) -> None:
+    with pytest.raises(ValueError, match=r"shape|dimension|dims|\[rows"):
+        CALLS[name]()
+
+
+def test_a_negative_number_of_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="nnz is -4, at least 0"):
+        km.get_batch_indices_positions(torch.tensor([0, 1]), torch.tensor([1]), -4)
