@@ -6,6 +6,7 @@ from torch import Tensor
 from kernelmux.capabilities import Request, dtype_name
 from kernelmux.dispatch.attention import packbits_reference as reference
 from kernelmux.dispatch.op import PREFER, Op
+from kernelmux.dispatch.page.check_offsets import check_offsets
 
 _DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -45,6 +46,12 @@ PACKBITS = Op(
     features=("big", "little", "strided"),
     schema="(Tensor x, str bitorder, Tensor(a!) y) -> ()",
 )
+
+
+def _check_segments(x: Tensor, indptr: Tensor, *others: object) -> None:
+    check_offsets("indptr", indptr, x.shape[0])
+
+
 SEGMENT_PACKBITS = Op(
     "segment_packbits",
     "attention",
@@ -54,6 +61,7 @@ SEGMENT_PACKBITS = Op(
     roles=("x",),
     features=("big", "little", "strided"),
     schema="(Tensor x, Tensor indptr, Tensor packed_indptr, str bitorder, Tensor(a!) y) -> ()",
+    check=_check_segments,
 )
 
 

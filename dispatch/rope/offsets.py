@@ -7,6 +7,7 @@ from torch.compiler import is_compiling
 from kernelmux.capabilities import Request
 from kernelmux.dispatch.arguments import needs_grad, refuse_grad
 from kernelmux.dispatch.op import PREFER, Op
+from kernelmux.dispatch.page.check_offsets import check_offsets
 from kernelmux.dispatch.rope import reference
 from kernelmux.dispatch.rope.describe import (
     DIMS,
@@ -57,18 +58,22 @@ def _describe_inplace(
     return computed_request("apply_rope_inplace", parts, indices, rotary_dim, interleave, scaling, None)
 
 
+def _check(q: Tensor, k: Tensor, indptr: Tensor, *others: object) -> None:
+    check_offsets("indptr", indptr, q.shape[0])
+
+
 _ROLES = ("q", "k", "positions")
 _NUMBERS = "int rotary_dim, bool interleave, float rope_scale, float rope_theta, float smooth_a, float smooth_b"
 _INDICES = "Tensor indptr, Tensor offsets"
 APPLY_ROPE = Op(
     "apply_rope", "rope", reference.apply_rope, _describe,
     growing=("tokens",), dims=DIMS, roles=_ROLES, features=(*FEATURES, "llama31"),
-    schema=f"(Tensor q, Tensor k, {_INDICES}, {_NUMBERS}, Tensor(a!) q_rope, Tensor(b!) k_rope) -> ()",
+    schema=f"(Tensor q, Tensor k, {_INDICES}, {_NUMBERS}, Tensor(a!) q_rope, Tensor(b!) k_rope) -> ()", check=_check,
 )  # fmt: skip
 APPLY_ROPE_INPLACE = Op(
     "apply_rope_inplace", "rope", reference.apply_rope_inplace, _describe_inplace,
     growing=("tokens",), dims=DIMS, roles=_ROLES, features=(*FEATURES, "llama31"), in_place=True,
-    schema=f"(Tensor(a!) q, Tensor(b!) k, {_INDICES}, {_NUMBERS}) -> ()",
+    schema=f"(Tensor(a!) q, Tensor(b!) k, {_INDICES}, {_NUMBERS}) -> ()", check=_check,
 )  # fmt: skip
 
 
