@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kernelmux.capabilities.package import Package
@@ -29,7 +29,6 @@ class Kernel:
     batch_invariant: bool = False
     compiles: bool = False
     slow_build: str = ""
-    evidence: str = ""
     backend: str = ""  # filled in by Backend
 
     @property
@@ -56,7 +55,6 @@ class Backend:
     package: Package | None = None
     broken: Reason | None = None  # set when the declaration itself could not be loaded
     extra: str = ""  # the pip extra that installs it
-    doc: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         owned = tuple(replace(k, backend=self.name) for k in self.kernels)

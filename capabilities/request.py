@@ -12,7 +12,7 @@ class Request:
 
     `dtypes` by role (q, kv, out, input, weight, …); `dims` by name; `features` names everything the call uses beyond
     the plain op, and a kernel that does not name one of them is out. `empty`: nothing to compute; `grad`: the result
-    must be differentiable; `eager`: not captured in a CUDA graph, so a slow first build would be felt.
+    must be differentiable.
     """
 
     op: str
