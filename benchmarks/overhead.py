@@ -65,8 +65,17 @@ def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
         seen: list[tuple[Any, ...]] = []
         with mock.patch.object(op, "select", partial(select, op)), mock.patch.object(op, "describe", spy(op, seen)):
             call()
-        found[name] = (call, partial(nothing, *seen[0]))
+        found[name] = (call, expression(seen[0]))
     return found
+
+
+def expression(args: tuple[Any, ...]) -> Callable[[], Any]:
+    """A call of `nothing` written out, as a caller writes it and as the public calls above are written."""
+    names = [f"a{i}" for i in range(len(args))]
+    made: Callable[[], Any] = eval(
+        f"lambda: nothing({', '.join(names)})", {"nothing": nothing, **dict(zip(names, args, strict=True))}
+    )
+    return made
 
 
 def select(op: Op, key: Any, request: Request, backend: str = "auto") -> Callable[..., Any]:

@@ -6,7 +6,9 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import lcm
+from operator import truth
 from typing import Any
 
 import torch
@@ -69,6 +71,7 @@ class Op:
             raise RegistryError(f"two ops are named {name!r}; rename one of them")
         self.name, self.family, self.describe = name, family, describe
         self.growing, self.phases, self.check, self.planned = tuple(growing), tuple(phases), check, planned
+        self.in_place = in_place
         self.dims, self.roles, self.features = (*growing, *dims), tuple(roles), tuple(features)
         self.function = reference
         self.reference = Kernel(
@@ -127,8 +130,8 @@ class Op:
             return lambda value: value
         edges = sorted({1}.union(*(limit.thresholds for limit in limits)))
         modulus = lcm(*(limit.multiple_of or 1 for limit in limits))
-        if modulus == 1:
-            return (lambda value: value > 0) if edges == [1] else (lambda value: bisect_right(edges, value))
+        if modulus == 1:  # callables in C: this runs in every call
+            return truth if edges == [1] else partial(bisect_right, edges)
         return lambda value: bisect_right(edges, value) * modulus + value % modulus
 
     # -- choosing -----------------------------------------------------------------------------------------------

@@ -289,7 +289,7 @@ def test_deep_checks_name_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
         ((6, 4, ints([0, 2, 4]), table[1]), "kv_indices[3] is -1, the cache has pages 0..5"),
         ((6, 4, ints([0, 2, 1]), table[1]), "kv_indptr[2] is 1, less than the offset before it"),
         ((6, 4, ints([-1, 2]), table[1]), "kv_indptr[0] is -1, it must not be negative"),
-        ((6, 4, ints([0, 9]), table[1]), "kv_indptr[-1] is 9, kv_indices has 4 entries; pass the whole page table"),
+        ((6, 4, ints([0, 9]), table[1]), "kv_indptr[-1] is 9, kv_indices has 4 entries; pass all of kv_indices"),
         ((6, 4, ints([]), table[1]), "kv_indptr has shape [0], it must be [batch + 1]"),
         ((6, 4, *table, ints([0, 1])), "kv_last_page_len[0] is 0, it must be 1..4 for a sequence that has pages"),
         ((6, 4, *table, ints([4, 5])), "kv_last_page_len[1] is 5, it must be 1..4"),

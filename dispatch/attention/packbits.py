@@ -6,7 +6,7 @@ from torch import Tensor
 from kernelmux.capabilities import Request, dtype_name
 from kernelmux.dispatch.attention import packbits_reference as reference
 from kernelmux.dispatch.op import PREFER, Op
-from kernelmux.dispatch.page.check_offsets import check_offsets
+from kernelmux.dispatch.page.check import check_offsets
 
 _DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -49,7 +49,7 @@ PACKBITS = Op(
 
 
 def _check_segments(x: Tensor, indptr: Tensor, *others: object) -> None:
-    check_offsets("indptr", indptr, x.shape[0])
+    check_offsets("indptr", indptr, x.shape[0], "x")
 
 
 SEGMENT_PACKBITS = Op(

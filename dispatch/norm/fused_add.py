@@ -95,13 +95,14 @@ def _fused_add(op: Op, input: Tensor, residual: Tensor, weight: Tensor, eps: flo
     shape = input.shape
     if residual.shape != shape:
         same_shape(op.name, "residual", residual, input)
+    rows, hidden = shape if len(shape) == 2 else (shape[0] if shape else 0, shape[1:])
     key = (
-        input.dtype, input.device, shape[1] if len(shape) == 2 else shape[1:], input.stride(),
+        input.dtype, input.device, hidden, input.stride(),
         residual.dtype, residual.get_device(), residual.stride(),
         weight.dtype, weight.get_device(), weight.ndim, weight.numel(), weight.is_contiguous(),
         (input.data_ptr() | residual.data_ptr() | weight.data_ptr()) & 15 == 0,
         is_grad_enabled() and (input.requires_grad or residual.requires_grad or weight.requires_grad),
-        op.bucket(shape[0] if shape else 0), PREFER.get(),
+        op.bucket(rows), PREFER.get(),
     )  # fmt: skip
     run = op.cache.get(key) or op.pick(key, (input, residual, weight, eps))
     run(input, residual, weight, eps)

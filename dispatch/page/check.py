@@ -33,14 +33,9 @@ def check_page_metadata(
     """
     if kv_indptr.ndim != 1 or kv_indptr.numel() == 0:
         raise ValueError(f"kv_indptr has shape {list(kv_indptr.shape)}, it must be [batch + 1]; give offsets")
+    check_offsets("kv_indptr", kv_indptr, kv_indices.numel(), "kv_indices")
     indptr, pages = kv_indptr.cpu().long(), kv_indices.cpu().long()
     counts = indptr[1:] - indptr[:-1]
-    _first("kv_indptr", indptr, indptr < 0, "it must not be negative; correct the offsets")
-    _first("kv_indptr", indptr[1:], counts < 0, "less than the offset before it; correct the offsets", shift=1)
-    if int(indptr[-1]) > pages.numel():
-        raise ValueError(
-            f"kv_indptr[-1] is {int(indptr[-1])}, kv_indices has {pages.numel()} entries; pass the whole page table"
-        )
     pages = pages[: int(indptr[-1])]
     wrong = (pages < 0) | (pages >= num_pages)
     _first("kv_indices", pages, wrong, f"the cache has pages 0..{num_pages - 1}; correct the page table")
@@ -48,6 +43,16 @@ def check_page_metadata(
         _check_last(last_page_len.cpu().long(), counts, page_size)
     if batch_indices is not None and positions is not None:
         _check_tokens(batch_indices.cpu().long(), positions.cpu().long(), counts * page_size)
+
+
+def check_offsets(name: str, indptr: Tensor, entries: int, of: str) -> None:
+    """Raise ValueError unless `indptr` starts at 0 or later, never falls, and ends inside the `entries` of `of`."""
+    offsets = indptr.cpu().long()
+    _first(name, offsets, offsets < 0, "it must not be negative; correct the offsets")
+    fall = "less than the offset before it; correct the offsets"
+    _first(name, offsets[1:], offsets[1:] < offsets[:-1], fall, shift=1)
+    if offsets.numel() and int(offsets[-1]) > entries:
+        raise ValueError(f"{name}[-1] is {int(offsets[-1])}, {of} has {entries} entries; pass all of {of}")
 
 
 def _check_last(last: Tensor, counts: Tensor, page_size: int) -> None:
