@@ -83,6 +83,7 @@ class Op:
             backend=registry.REFERENCE,
         )
         self.cache: dict[Any, Run] = {}
+        self.decided: dict[Any, Decision] = {}  # the latest by key, of planned ops
         self.eager: Run | None = None  # what the torch.compile op runs: a call in the schema's argument order
         self._refused: dict[Any, dict[str, Reason]] = {}
         self._warned: set[str] = set()
@@ -103,7 +104,7 @@ class Op:
         self.eager(*args)
 
     def reset(self) -> None:
-        self.cache, self._refused, self.bucket = {}, {}, self._first_bucket
+        self.cache, self.decided, self._refused, self.bucket = {}, {}, {}, self._first_bucket
 
     def candidates(self) -> Candidates:
         return Candidates(registry.kernels_of(self.name), self.reference)
@@ -201,6 +202,8 @@ class Op:
 
     def _wrap(self, key: Any, decision: Decision, backend: str) -> Run:
         kernel, now = decision.kernel, settings()
+        if self.planned:
+            self.decided[key] = decision
         try:
             run = self.function if kernel is self.reference else self._load(kernel)
         except RegistryError:
@@ -263,6 +266,7 @@ class Op:
             dims = self.describe(*args).dims if self.describe is not None else {}
             request = replace(decision.request, dims={**decision.request.dims, **dims})
             if state.INSTALLED.warm(decision.kernel, request):
+                self.decided[key] = decision
                 return run(*args)
             return self._wrap(key, self.decide(request, backend, self._refused.get(key)), backend)(*args)
 

@@ -40,6 +40,10 @@ class Choice:
     source: str = ""
     exact: bool = False  # said for this very op or phase: a name that declares no kernel for it is an error
 
+    def __str__(self) -> str:
+        words = [*self.names, *(f"!{name}" for name in sorted(self.never))]
+        return ",".join([*words, "auto"] if self.auto else words)
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:

@@ -1,5 +1,6 @@
 """The command line: show-config, list, explain, generate. None of the first three needs a GPU or a compiler."""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from kernelmux.cli_generate import generate
 from kernelmux.dispatch import registry
 from kernelmux.dispatch.decision import Decision, by_gravity
 from kernelmux.dispatch.explain import explain as decide
+from kernelmux.dispatch.settings import Settings
 from kernelmux.dispatch.state import OPS, settings
 from kernelmux.terminal import out
 
@@ -49,7 +51,7 @@ def show_config(as_json: Json = False) -> None:
             text = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
             facts.add_row(key, text)
     out.print(facts)
-    table = Table(_name("backend"), "version", "usable", "kernels", "what for, or how to get it")
+    table = Table(_name("backend"), "version", "usable", "kernels", "what for")
     for name, entry in config["backends"].items():
         usable = "yes" if entry["usable"] else f"no: {entry['reason']}"
         table.add_row(name, entry["version"] or "-", usable, str(entry["kernels"]), entry["about"])
@@ -67,7 +69,7 @@ def configuration() -> dict[str, Any]:
     backends = {}
     for name, backend in sorted(registry.backends().items()):
         problem = backend.problem()
-        extra = f"; pip install 'kernelmux[{backend.extra}]'" if backend.extra and problem else ""
+        extra = f" (extra {backend.extra})" if backend.extra else ""
         backends[name] = {
             "version": backend.package.version() if backend.package else "",
             "usable": problem is None,
@@ -96,10 +98,12 @@ def _driver() -> str:
 
 def _set() -> dict[str, str]:
     """Settings that differ from their defaults."""
-    now = settings()
-    chosen = {f"backend {scope or 'all'}": ",".join(c.names) or "auto" for scope, c in now.backends.items()}
-    fields = ("policy", "record", "strict", "deterministic", "batch_invariant", "no_compile", "check", "loglevel")
-    found = chosen | {f: str(getattr(now, f)) for f in fields if getattr(now, f)}
+    now, default = settings(), Settings()
+    found = {f"backend {scope or 'all'}": str(choice) for scope, choice in now.backends.items()}
+    for field in dataclasses.fields(now):
+        value = getattr(now, field.name)
+        if field.name != "backends" and value != getattr(default, field.name):
+            found[field.name] = str(value)
     return found or {"all": "defaults"}
 
 

@@ -34,10 +34,16 @@ def test_show_config_needs_no_gpu_and_no_compiler(
 
 def test_show_config_shows_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("KERNELMUX_BACKEND", "torch,auto")
+    monkeypatch.setenv("KERNELMUX_BACKEND_NORM", "torch")
+    monkeypatch.setenv("KERNELMUX_BACKEND_ATTENTION", "!cudnn")
     monkeypatch.setenv("KERNELMUX_CHECK", "1")
+    monkeypatch.setenv("KERNELMUX_LOGDEST", "stdout")
     kernelmux.reload()
     _, out, _ = run(monkeypatch, capsys, "show-config", "--json")
-    assert json.loads(out)["settings"] == {"backend all": "torch", "check": "True"}
+    assert json.loads(out)["settings"] == {
+        "backend all": "torch,auto", "backend norm": "torch", "backend attention": "!cudnn,auto", "check": "True",
+        "logdest": "stdout",
+    }  # fmt: skip
 
 
 def test_list_shows_every_op_with_its_kernels(
@@ -62,9 +68,10 @@ def test_narrow_terminals_cut_no_names(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_brackets_are_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cli.out, "_width", 300)
     _, out, _ = run(monkeypatch, capsys, "show-config")
-    usable = cli.configuration()["backends"]["cudnn"]["usable"]
-    assert usable or "pip install 'kernelmux[cudnn]'" in out
     assert "defaults" in out
+    monkeypatch.setenv("KERNELMUX_LOGDEST", "calls[red].log")
+    kernelmux.reload()
+    assert "calls[red].log" in run(monkeypatch, capsys, "show-config")[1]
 
 
 def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

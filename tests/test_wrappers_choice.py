@@ -272,3 +272,41 @@ def test_calls_are_counted(stub: Stub) -> None:
         for _ in range(3):
             wrapper.run(case.q, case.pair)
     assert [(u.kernel, u.phase, u.calls) for u in kernelmux.usage()] == [("stub:attention", "decode", 3)]
+
+
+def test_a_planned_batch_chooses_again_after_reload(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Paged(**CASE)
+    wrapper = planned(case)
+    wrapper.run(case.q, case.pair)
+    with kernelmux.track():  # the wrapper was planned before
+        wrapper.run(case.q, case.pair)
+    assert [(u.kernel, u.calls) for u in kernelmux.usage()] == [("stub:attention", 1)]
+    monkeypatch.setenv("KERNELMUX_BACKEND_ATTENTION", "reference")
+    kernelmux.reload()
+    assert wrapper.resolved_backend == "stub"  # of the last call
+    close(wrapper.run(case.q, case.pair), case.expect()[0])
+    assert stub.ran == ["plain"] * 2
+    assert wrapper.resolved_backend == "reference"
+
+
+def test_a_graph_keeps_its_kernel_and_says_so_after_reload(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Paged(**CASE)
+    buffers = [torch.zeros(n, dtype=torch.int32) for n in (4, 12, 3)]
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", True, False, *buffers)
+    wrapper.plan(*case.tables, *case.heads, 16, 16, q_data_type=F32)
+    monkeypatch.setenv("KERNELMUX_BACKEND_ATTENTION", "reference")
+    kernelmux.reload()
+    wrapper.run(case.q, case.pair)
+    assert (stub.ran, wrapper.resolved_backend) == (["rich"], "stub")
+
+
+def test_batches_of_one_key_refuse_the_same_kernel_once(stub: Stub) -> None:
+    case = Paged(**CASE)
+    first, second = planned(case), planned(case)
+    stub.refuse = "run"
+    with pytest.warns(FallbackWarning, match="using the next") as caught:  # noqa: PT031
+        for wrapper in (first, second):
+            close(wrapper.run(case.q, case.pair), case.expect()[0])
+    ids = [str(w.message).split("refused at run time")[0] for w in caught]
+    assert all("stub:attention" in text for text in ids), ids
+    assert (first.resolved_backend, second.resolved_backend) == ("reference", "reference")

@@ -24,7 +24,7 @@ PACKAGE = Package(
     module="cudnn",
     versions=">=1.18",
     flags=_library,
-    install="pip install 'kernelmux[cudnn]'",
+    install="pip install nvidia-cudnn-frontend",
 )
 
 

@@ -17,7 +17,7 @@ def _build_flags() -> Reason | None:
     return None
 
 
-_INSTALL = "pip install 'kernelmux[fa3]'"
+_INSTALL = "pip install tokenspeed-fa3"
 PACKAGE = Package(
     distributions=("tokenspeed-fa3", "flash-attn-3"),
     module="flash_attn_3._C",

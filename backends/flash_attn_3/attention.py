@@ -54,8 +54,6 @@ def plan(spec: AttentionSpec, batch: Batch) -> Runner:
             torch.mul(natural, LOG2E, out=lse.unflatten(0, (-1, q_len)) if dense else lse)
             if sinks:  # the library's LSE holds the sink, but for rows without keys
                 torch.maximum(lse, sinks[0].float() * LOG2E, out=lse)
-            if sinks:  # the library's LSE holds the sink, but for rows without keys
-                torch.maximum(lse, sinks[0].float() * LOG2E, out=lse)
             if padded:
                 lse.masked_fill_((rows[: lse.shape[0]] >= batch.qo_indptr[-1])[:, None], NO_KEYS_LSE)
         return None

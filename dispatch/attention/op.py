@@ -121,28 +121,22 @@ class Choice:
         known = batch.kv_lens is not None
         self.key = (id(spec), lengths, known, batch.device, uses, backend, prefer)  # specs are interned, never freed
 
-    def plan(self) -> Runner:
-        """Choose, let the kernel plan, and return what runs it."""
+    def plan(self) -> tuple[Runner, Decision]:
+        """Choose, let the kernel plan, and return what runs it and why."""
         planner = ATTENTION.cache.get(self.key)
         if planner is None:
             with self._preferred():
                 planner = ATTENTION.select(self.key, request_of(self.spec, self.batch, self.uses), self.backend)
             ATTENTION.cache[self.key] = planner
         runner: Runner = planner(self.spec, self.batch)
-        now = settings()
+        decision, now = ATTENTION.decided[self.key], settings()
         if now.loglevel:
-            runner = log.logged(runner, self.decision(), now.loglevel, now.logdest)
-        return runner
+            runner = log.logged(runner, decision, now.loglevel, now.logdest)
+        return runner, decision
 
-    def decision(self) -> Decision:
-        """The Decision behind `plan`."""
-        request = request_of(self.spec, self.batch, self.uses)
-        with self._preferred():
-            return ATTENTION.decide(request, self.backend, ATTENTION.refused(self.key))
-
-    def after_refusal(self, error: Exception) -> Runner:
-        """The chosen kernel refused in run(), before any launch: note it, warn, and plan the next one."""
-        ATTENTION.refuse(self.key, self.decision(), error)
+    def after_refusal(self, decision: Decision, error: Exception) -> tuple[Runner, Decision]:
+        """The kernel of this decision refused in run(), before any launch: note it, warn, and plan the next one."""
+        ATTENTION.refuse(self.key, decision, error)
         ATTENTION.cache.pop(self.key, None)
         return self.plan()
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from kernelmux.capabilities import Batch, CompileError, PlanError, RunExtras, Runner, Unsupported
-from kernelmux.dispatch.attention.op import GRAD, LSE, Choice, needs_grad, nothing, uses_of
+from kernelmux.dispatch.attention.op import ATTENTION, GRAD, LSE, Choice, needs_grad, nothing, uses_of
 from kernelmux.dispatch.attention.reference import reference
 from kernelmux.dispatch.attention.spec import Interned
+from kernelmux.dispatch.decision import Decision
 from kernelmux.dispatch.page.check import check_page_metadata
 from kernelmux.dispatch.state import Preference, settings
 
@@ -23,10 +24,13 @@ class Plan:
     """Runners of one spec over one batch, by the run-time features of a call.
 
     `graph`: a run may be captured in a CUDA graph. `live`: the batch's index tensors may be rewritten in place, so each
-    run rebuilds what was derived from them.
+    run rebuilds what was derived from them. What reload() forgets is chosen again, unless a graph may hold it.
     """
 
-    __slots__ = ("backend", "batch", "check", "cuda", "graph", "interned", "live", "prefer", "runners", "spec", "uses")
+    __slots__ = (
+        "backend", "batch", "check", "chosen", "cuda", "graph", "interned", "live", "made", "prefer", "runners", "spec",
+        "uses",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -41,6 +45,8 @@ class Plan:
         self.backend, self.prefer = backend, prefer
         self.cuda, self.check = batch.device.type == "cuda", settings().check
         self.runners: dict[int, Runner] = {}
+        self.chosen: dict[int, Decision] = {}
+        self.made: object = ATTENTION.cache  # replaced by reload()
         self.uses = 0  # of the last run
 
     def execute(
@@ -64,6 +70,9 @@ class Plan:
             capturing = torch.cuda.is_current_stream_capturing()
             if capturing and not self.graph:
                 raise PlanError(_CAPTURED)
+        if self.made is not ATTENTION.cache and not self.graph:
+            self.runners, self.chosen, self.made = {}, {}, ATTENTION.cache
+            self.check = settings().check
         uses = self.interned.layout(q, k, v, out)
         if lse is not None:
             uses |= LSE
@@ -81,7 +90,10 @@ class Plan:
             try:
                 return runner(q, k, v, out, lse, sm_scale, extras)
             except (Unsupported, CompileError) as error:
-                runner = self.runners[uses] = self._choice(uses).after_refusal(error)
+                if uses not in self.chosen:
+                    raise
+                runner, self.chosen[uses] = self._choice(uses).after_refusal(self.chosen[uses], error)
+                self.runners[uses] = runner
 
     def prepare(self, uses: int, keep: bool = True) -> Runner:
         """The runner for these features. Not kept when made inside a capture, as its buffers are not filled yet."""
@@ -90,7 +102,7 @@ class Plan:
         elif self.batch.max_kv_len == 0:
             runner = reference(self.spec, self.batch)
         else:
-            runner = self._choice(uses).plan()
+            runner, self.chosen[uses] = self._choice(uses).plan()
         if keep:
             self.runners[uses] = runner
         return runner
@@ -102,9 +114,8 @@ class Plan:
     @property
     def kernel_backend(self) -> str:
         """The backend that serves the features of the last run."""
-        if self.empty or self.batch.max_kv_len == 0:
-            return "reference"
-        return self._choice(self.uses).decision().kernel.backend
+        chosen = self.chosen.get(self.uses)
+        return "reference" if chosen is None else chosen.kernel.backend
 
     def _choice(self, uses: int) -> Choice:
         return Choice(self.spec, self.batch, uses, self.backend, self.prefer)

