@@ -301,7 +301,5 @@ def test_nothing_is_downloaded_when_that_is_forbidden(monkeypatch: pytest.Monkey
 
 def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "READERS", (Package(("no-such-reader",), "no_such_reader"),))
-    with pytest.raises(
-        KernelMuxError, match=r"no-such-reader is not installed; run: pip install 'transform"
-    ):
+    with pytest.raises(KernelMuxError, match=r"no-such-reader is not installed; run: pip install 'transform"):
         load(Path("model"), torch.float32, torch.device("cpu"))

@@ -18,9 +18,9 @@ def pipe(
     if probs:
         x = x.softmax(-1)
     made = [getattr(side, name)(**params) for name, params in steps]
-    options: dict[str, Any] = (
-        {"input_type": side.TensorType.PROBS} if probs and steps[0][0] in ("TopK", "Sample") else {}
-    )
+    options: dict[str, Any] = {}
+    if steps[0][0] in ("TopK", "Sample"):  # they take both
+        options["input_type"] = side.TensorType.PROBS if probs else side.TensorType.LOGITS
     run = side.LogitsPipe(made, compile=compile, **options)
     if steps[-1][0] == "Sample":
         return {"samples": run(x, generator=torch.Generator(device=side.device).manual_seed(side.seed), **given)}

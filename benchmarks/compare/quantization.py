@@ -52,7 +52,7 @@ def append(side: Side, layout: str = "NHD", slots: bool = False) -> Results:
 
 
 def dequantize_paged(side: Side, layout: str = "NHD") -> Results:
-    """Sequences of 37 and 20 tokens into bf16 pages."""
+    """Sequences of 37 and 20 tokens; what lies past them stays."""
     lens = (37, 20)
     p = paged(side, lens, lens, layout=layout)
     generator = torch.Generator().manual_seed(3)
@@ -63,7 +63,7 @@ def dequantize_paged(side: Side, layout: str = "NHD") -> Results:
     table = torch.zeros(2, max(counts), dtype=torch.int32, device=side.device)
     for row, (first, count) in enumerate(zip(p.indptr.tolist(), counts, strict=False)):
         table[row, :count] = p.indices[first : first + count]
-    k, v = torch.zeros_like(p.k), torch.zeros_like(p.v)
+    k, v = (torch.full((2, 40, p.k.shape[1 if layout == "HND" else 2], p.dim), 7.0).to(p.k) for _ in "kv")
     factors = torch.tensor([0.3], device=side.device), torch.tensor([0.5], device=side.device)
     side.nvfp4_kv_dequantize_paged(cache, scales, table, p.seq_lens, *factors, k, v, layout)
     return {"k": k, "v": v}
