@@ -51,12 +51,14 @@ def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     a, b = torch.randn(2, 64, dtype=torch.bfloat16), torch.randn(64, 64, dtype=torch.bfloat16).t()
     gate = torch.randn(2, 128)
     q, k, positions = torch.randn(2, 4, 64), torch.randn(2, 2, 64), torch.arange(2, dtype=torch.int32)
+    indptr, offsets = torch.tensor([0, 1, 2]), torch.tensor([5, 9])
     public = {
         "rmsnorm": lambda: km.rmsnorm(x, w),
         "fused_add_rmsnorm": lambda: km.fused_add_rmsnorm(x, residual, w),
         "silu_and_mul": lambda: km.silu_and_mul(gate),
         "mm_bf16": lambda: km.mm_bf16(a, b),
         "apply_rope_pos_ids": lambda: km.apply_rope_pos_ids(q, k, positions),
+        "apply_rope": lambda: km.apply_rope(q, k, indptr, offsets),
     }
     found = {}
     for name, call in public.items():
@@ -65,17 +67,12 @@ def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
         seen: list[tuple[Any, ...]] = []
         with mock.patch.object(op, "select", partial(select, op)), mock.patch.object(op, "describe", spy(op, seen)):
             call()
-        found[name] = (call, expression(seen[0]))
+        found[name] = (call, direct(seen[0]))
     return found
 
 
-def expression(args: tuple[Any, ...]) -> Callable[[], Any]:
-    """A call of `nothing` written out, as a caller writes it and as the public calls above are written."""
-    names = [f"a{i}" for i in range(len(args))]
-    made: Callable[[], Any] = eval(
-        f"lambda: nothing({', '.join(names)})", {"nothing": nothing, **dict(zip(names, args, strict=True))}
-    )
-    return made
+def direct(args: tuple[Any, ...]) -> Callable[[], Any]:
+    return lambda: nothing(*args)
 
 
 def select(op: Op, key: Any, request: Request, backend: str = "auto") -> Callable[..., Any]:

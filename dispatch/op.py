@@ -83,7 +83,6 @@ class Op:
             backend=registry.REFERENCE,
         )
         self.cache: dict[Any, Run] = {}
-        self.decided: dict[Any, Decision] = {}  # the latest by key, of planned ops
         self.eager: Run | None = None  # what the torch.compile op runs: a call in the schema's argument order
         self._refused: dict[Any, dict[str, Reason]] = {}
         self._warned: set[str] = set()
@@ -104,7 +103,7 @@ class Op:
         self.eager(*args)
 
     def reset(self) -> None:
-        self.cache, self.decided, self._refused, self.bucket = {}, {}, {}, self._first_bucket
+        self.cache, self._refused, self.bucket = {}, {}, self._first_bucket
 
     def candidates(self) -> Candidates:
         return Candidates(registry.kernels_of(self.name), self.reference)
@@ -113,9 +112,10 @@ class Op:
 
     def _first_bucket(self, *values: int) -> Any:
         """`bucket` until its first call: equal parts of a key give equal decisions."""
-        steps = [self._step(dim) for dim in self.growing]
-        self.bucket = steps[0] if len(steps) == 1 else self._joint(steps)
-        return self.bucket(*values)
+        with state.lock:  # not while reload() forgets what the steps are made of
+            steps = [self._step(dim) for dim in self.growing]
+            bucket = self.bucket = steps[0] if len(steps) == 1 else self._joint(steps)
+        return bucket(*values)
 
     @staticmethod
     def _joint(steps: Sequence[Callable[[int], int]]) -> Run:
@@ -148,7 +148,10 @@ class Op:
         return run
 
     def select(self, key: Any, request: Request, backend: str = "auto") -> Run:
-        """Decide for a request and return the chosen kernel, ready to call (its `plan` when the op is planned)."""
+        """Decide for a request and return the chosen kernel, ready to call.
+
+        A planned op's is `plan(spec, batch) -> (run, decision)`, with the Decision that this very plan came to.
+        """
         decision = self.decide(request, backend, self._refused.get(key))
         self._report(decision)
         return self._wrap(key, decision, backend)
@@ -202,8 +205,6 @@ class Op:
 
     def _wrap(self, key: Any, decision: Decision, backend: str) -> Run:
         kernel, now = decision.kernel, settings()
-        if self.planned:
-            self.decided[key] = decision
         try:
             run = self.function if kernel is self.reference else self._load(kernel)
         except RegistryError:
@@ -211,16 +212,25 @@ class Op:
         except Exception as error:
             self.refuse(key, decision, error)
             return self.select(key, decision.request, backend)
+        # Innermost what belongs to this kernel alone: when it refuses, the next one comes with its own.
+        if now.check and self.check is not None and not self.planned:
+            run = _checked(self.check, run)
+        served = partial(self._served, decision=decision)
+        run = _planning(run, served, decision) if self.planned else served(run)
         if kernel is not self.reference:
             run = self._guard(run, key, decision, backend)
         if kernel.slow_build and decision.automatic and "cuda_graph" not in decision.request.features:
             run = self._while_warm(run, key, decision, backend)
+        return run
+
+    def _served(self, run: Run, decision: Decision) -> Run:
+        """The kernel itself, counted and logged if that is on."""
+        now, request = settings(), decision.request
         if state.counting():
-            run = self._counted(run, decision)
-        if now.loglevel and not self.planned:
+            place = (request.op, request.phase, decision.kernel.id)
+            run = _counted(run, state.uses.setdefault(place, state.Use(*place, decision.source, decision.why)))
+        if now.loglevel:
             run = log.logged(run, decision, now.loglevel, now.logdest)
-        if now.check and self.check is not None and not self.planned:
-            run = _checked(self.check, run)
         return run
 
     def _load(self, kernel: Kernel) -> Run:
@@ -232,6 +242,7 @@ class Op:
 
     def _guard(self, run: Run, key: Any, decision: Decision, backend: str) -> Run:
         """Let a kernel refuse before any launch: note the reason for this key, warn once, take the next one."""
+        cache = self.cache
 
         def call(*args: Any) -> Any:
             try:
@@ -241,8 +252,8 @@ class Op:
                     raise  # its own text says more than a list of candidates
                 self.refuse(key, decision, error)
                 following = self.select(key, decision.request, backend)
-                if key in self.cache:
-                    self.cache[key] = following
+                if key in cache:
+                    cache[key] = following
                 return following(*args)
 
         return call
@@ -251,7 +262,10 @@ class Op:
         """Note that the chosen kernel cannot serve this key after all, and warn of it."""
         kind = "" if isinstance(error, Unsupported | CompileError) else f"{type(error).__name__}: "
         reason = Reason("broken", decision.kernel.id, None, f"refused at run time: {kind}{error}")
-        self._refused.setdefault(key, {})[decision.kernel.id] = reason
+        known = self._refused.setdefault(key, {})
+        if decision.kernel.id in known:
+            return
+        known[decision.kernel.id] = reason
         warnings.warn(f"{decision.request.label}: {reason}; using the next", FallbackWarning, stacklevel=4)
 
     def refused(self, key: Any) -> dict[str, Reason] | None:
@@ -266,39 +280,31 @@ class Op:
             dims = self.describe(*args).dims if self.describe is not None else {}
             request = replace(decision.request, dims={**decision.request.dims, **dims})
             if state.INSTALLED.warm(decision.kernel, request):
-                self.decided[key] = decision
                 return run(*args)
             return self._wrap(key, self.decide(request, backend, self._refused.get(key)), backend)(*args)
 
         return call
-
-    def _counted(self, run: Run, decision: Decision) -> Run:
-        request = decision.request
-        place = (request.op, request.phase, decision.kernel.id)
-        use = state.uses.setdefault(place, state.Use(*place, decision.source, decision.why))
-
-        def count(*args: Any) -> Any:
-            use.calls += 1
-            return run(*args)
-
-        if not self.planned:
-            return count
-
-        def plan(*args: Any) -> Run:
-            inner = run(*args)
-
-            def counted(*call: Any) -> Any:
-                use.calls += 1
-                return inner(*call)
-
-            return counted
-
-        return plan
 
 
 def _checked(check: Run, run: Run) -> Run:
     def call(*args: Any) -> Any:
         check(*args)
         return run(*args)
+
+    return call
+
+
+def _counted(run: Run, use: state.Use) -> Run:
+    def call(*args: Any) -> Any:
+        result = run(*args)
+        use.calls += 1
+        return result
+
+    return call
+
+
+def _planning(plan: Run, served: Callable[[Run], Run], decision: Decision) -> Run:
+    def call(*args: Any) -> tuple[Run, Decision]:
+        return served(plan(*args)), decision
 
     return call

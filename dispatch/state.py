@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kernelmux.dispatch.op import Op
 
 OPS: dict[str, "Op"] = {}
-_lock = threading.RLock()
+lock = threading.RLock()
 
 
 class Preference:
@@ -117,8 +117,11 @@ def _check_names(rule: Rule, given: Iterable[str], known: set[str], key: str) ->
 
 
 def reload() -> None:
-    """Read the environment, policies and backends again, and forget every decision."""
-    with _lock:
+    """Read the environment, policies and backends again, and forget every decision.
+
+    A wrapper chooses again at its next run(); one for CUDA graphs keeps the kernels that graphs may hold.
+    """
+    with lock:
         settings.cache_clear()
         rules.cache_clear()
         for op in OPS.values():
@@ -159,7 +162,10 @@ _counting = threading.Event()
 
 @contextlib.contextmanager
 def track() -> Iterator[None]:
-    """Count calls per op and kernel inside the block; `usage()` gives the counts. Decisions are made afresh."""
+    """Count calls per op and kernel inside the block; `usage()` gives the counts. Decisions are made afresh.
+
+    Replays of CUDA graphs are no calls, and a wrapper for CUDA graphs counts when it was made inside the block.
+    """
     global uses
     uses = {}
     _counting.set()
@@ -177,4 +183,4 @@ def counting() -> bool:
 
 def usage() -> list[Use]:
     """What `track()` counted, last block."""
-    return sorted(uses.values(), key=lambda u: (u.op, u.phase, u.kernel))
+    return sorted((use for use in uses.values() if use.calls), key=lambda u: (u.op, u.phase, u.kernel))

@@ -98,7 +98,7 @@ def cudnn(version: int, text: str) -> dict[str, Any]:
     return {"cudnn": {"backend_version": lambda: version, "backend_version_string": lambda: text}}
 
 
-def test_absent_libraries_name_their_extra(installed: Any) -> None:
+def test_absent_libraries_say_how_to_get_them(installed: Any) -> None:
     assert str(backend("cudnn").problem()) == (
         "nvidia-cudnn-frontend is not installed (pip install nvidia-cudnn-frontend)"
     )

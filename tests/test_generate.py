@@ -2,7 +2,9 @@
 
 import io
 import json
+import shlex
 import subprocess
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -299,7 +301,13 @@ def test_nothing_is_downloaded_when_that_is_forbidden(monkeypatch: pytest.Monkey
         install_demo_model(print)
 
 
-def test_a_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_reader_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "READERS", (Package(("no-such-reader",), "no_such_reader"),))
-    with pytest.raises(KernelMuxError, match=r"no-such-reader is not installed; run: pip install 'transform"):
+    with pytest.raises(KernelMuxError) as raised:
         load(Path("model"), torch.float32, torch.device("cpu"))
+    assert f"no-such-reader is not installed; run: {loader.INSTALL_READERS}" in str(raised.value)
+
+
+def test_the_command_installs_the_extra() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert shlex.split(loader.INSTALL_READERS)[2:] == project["optional-dependencies"]["demo"]

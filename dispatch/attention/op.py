@@ -13,11 +13,10 @@ from kernelmux.capabilities import (
     RunExtras,
     Runner,
 )
-from kernelmux.dispatch import log
 from kernelmux.dispatch.attention import reference
 from kernelmux.dispatch.decision import Decision
 from kernelmux.dispatch.op import PREFER, Op
-from kernelmux.dispatch.state import Preference, settings
+from kernelmux.dispatch.state import Preference
 
 # What a call of run() uses beyond its plan: bit i of `uses` is RUN_FEATURES[i].
 RUN_FEATURES = ("lse", "sinks", "tensor_scale", "per_head_scales", "kv_strides_differ", "unaligned")
@@ -123,16 +122,13 @@ class Choice:
 
     def plan(self) -> tuple[Runner, Decision]:
         """Choose, let the kernel plan, and return what runs it and why."""
-        planner = ATTENTION.cache.get(self.key)
+        cache = ATTENTION.cache
+        planner = cache.get(self.key)
         if planner is None:
             with self._preferred():
                 planner = ATTENTION.select(self.key, request_of(self.spec, self.batch, self.uses), self.backend)
-            ATTENTION.cache[self.key] = planner
-        runner: Runner = planner(self.spec, self.batch)
-        decision, now = ATTENTION.decided[self.key], settings()
-        if now.loglevel:
-            runner = log.logged(runner, decision, now.loglevel, now.logdest)
-        return runner, decision
+            cache[self.key] = planner
+        return planner(self.spec, self.batch)  # type: ignore[no-any-return]
 
     def after_refusal(self, decision: Decision, error: Exception) -> tuple[Runner, Decision]:
         """The kernel of this decision refused in run(), before any launch: note it, warn, and plan the next one."""

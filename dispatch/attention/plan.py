@@ -11,7 +11,7 @@ from kernelmux.dispatch.attention.op import ATTENTION, GRAD, LSE, Choice, needs_
 from kernelmux.dispatch.attention.reference import reference
 from kernelmux.dispatch.attention.spec import Interned
 from kernelmux.dispatch.decision import Decision
-from kernelmux.dispatch.page.check import check_page_metadata
+from kernelmux.dispatch.page.check import check_offsets, check_page_metadata
 from kernelmux.dispatch.state import Preference, settings
 
 _CAPTURED = (
@@ -70,9 +70,10 @@ class Plan:
             capturing = torch.cuda.is_current_stream_capturing()
             if capturing and not self.graph:
                 raise PlanError(_CAPTURED)
-        if self.made is not ATTENTION.cache and not self.graph:
-            self.runners, self.chosen, self.made = {}, {}, ATTENTION.cache
-            self.check = settings().check
+        if self.made is not ATTENTION.cache:
+            self.made, self.check = ATTENTION.cache, settings().check
+            if not self.graph:
+                self.runners = {}
         uses = self.interned.layout(q, k, v, out)
         if lse is not None:
             uses |= LSE
@@ -81,7 +82,7 @@ class Plan:
         if extras is not None:
             uses |= uses_of(extras)
         if self.check and not capturing:
-            self._check_values(k)
+            self._check_values(q, k)
         self.uses = uses
         runner = self.runners.get(uses) or self.prepare(uses, keep=not capturing)
         if self.live:
@@ -93,7 +94,8 @@ class Plan:
                 if uses not in self.chosen:
                     raise
                 runner, self.chosen[uses] = self._choice(uses).after_refusal(self.chosen[uses], error)
-                self.runners[uses] = runner
+                if not capturing:
+                    self.runners[uses] = runner
 
     def prepare(self, uses: int, keep: bool = True) -> Runner:
         """The runner for these features. Not kept when made inside a capture, as its buffers are not filled yet."""
@@ -132,15 +134,14 @@ class Plan:
         batch.update()
         batch.refreshed = mark
 
-    def _check_values(self, k: Tensor) -> None:
+    def _check_values(self, q: Tensor, k: Tensor) -> None:
         batch = self.batch
+        check_offsets("qo_indptr", batch.qo_indptr, q.shape[0], "q")
         if batch.page_size and batch.kv_indices is not None:
             pages = k.shape[0]
             check_page_metadata(pages, batch.page_size, batch.kv_indptr, batch.kv_indices, batch.last_page_len)
             return
-        last = int(batch.kv_indptr[-1])
-        if last > k.shape[0]:
-            raise ValueError(f"kv_indptr[-1] is {last}, k has {k.shape[0]} rows; pass all keys")
+        check_offsets("kv_indptr", batch.kv_indptr, k.shape[0], "k")
 
 
 def _capture() -> tuple[int, int] | None:

@@ -33,7 +33,7 @@ class Single(NamedTuple):
     packed_custom_mask: Tensor | None = None
 
 
-_recent: dict[tuple[Any, ...], Plan] = {}  # the oldest first
+_recent: dict[tuple[Any, ...], Plan] = {}  # the oldest first; after reload() each chooses again when it runs
 
 
 def launch(
@@ -65,7 +65,8 @@ def _plan_of(single: Single, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Pl
     if plan is None:
         plan = _make(single, q, k, v, out, False)
         if len(_recent) >= KEPT:
-            _recent.pop(next(iter(_recent)), None)
+            for oldest in list(_recent)[:1]:
+                _recent.pop(oldest, None)
         _recent[key] = plan
     return plan
 

@@ -1,4 +1,4 @@
-"""Deep checks of page-table values. They read tensors on the host, so they run only under KERNELMUX_CHECK=1."""
+"""Deep checks of page tables and offsets. They read tensors on the host, so only KERNELMUX_CHECK=1 runs them."""
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ def check_page_metadata(
     """
     if kv_indptr.ndim != 1 or kv_indptr.numel() == 0:
         raise ValueError(f"kv_indptr has shape {list(kv_indptr.shape)}, it must be [batch + 1]; give offsets")
-    check_offsets("kv_indptr", kv_indptr, kv_indices.numel(), "kv_indices")
-    indptr, pages = kv_indptr.cpu().long(), kv_indices.cpu().long()
+    indptr = check_offsets("kv_indptr", kv_indptr, kv_indices.numel(), "kv_indices")
+    pages = kv_indices.cpu().long()
     counts = indptr[1:] - indptr[:-1]
     pages = pages[: int(indptr[-1])]
     wrong = (pages < 0) | (pages >= num_pages)
@@ -45,14 +45,19 @@ def check_page_metadata(
         _check_tokens(batch_indices.cpu().long(), positions.cpu().long(), counts * page_size)
 
 
-def check_offsets(name: str, indptr: Tensor, entries: int, of: str) -> None:
-    """Raise ValueError unless `indptr` starts at 0 or later, never falls, and ends inside the `entries` of `of`."""
+def check_offsets(name: str, indptr: Tensor, entries: int, of: str) -> Tensor:
+    """Return `indptr` on the host.
+
+    Raises:
+        ValueError: unless it starts at 0 or later, never falls, and ends inside the `entries` of `of`.
+    """
     offsets = indptr.cpu().long()
     _first(name, offsets, offsets < 0, "it must not be negative; correct the offsets")
     fall = "less than the offset before it; correct the offsets"
     _first(name, offsets[1:], offsets[1:] < offsets[:-1], fall, shift=1)
     if offsets.numel() and int(offsets[-1]) > entries:
         raise ValueError(f"{name}[-1] is {int(offsets[-1])}, {of} has {entries} entries; pass all of {of}")
+    return offsets
 
 
 def _check_last(last: Tensor, counts: Tensor, page_size: int) -> None:

@@ -129,9 +129,11 @@ def nvfp4_kv_dequantize_paged(
         paged_kv_cache: uint8 in any form that `append_paged_kv_cache` takes, with a last dim of head_dim / 2.
         kv_cache_sf: block scales in the same form, last dim head_dim / 16, float8_e4m3fn or uint8 (its bytes).
         block_tables: integer [batch, pages], the pages of each sequence; those past its end are not looked at.
-        seq_lens: integer [batch], tokens of each sequence.
+        seq_lens: integer [batch], tokens of each sequence. What does not fit into the outputs is left out, and
+            KERNELMUX_CHECK=1 refuses it.
         k_scale, v_scale: the factors that quantising divided by, as floats or float32 tensors of one value.
-        output_k, output_v: [batch, max_seq_len, num_kv_heads, head_dim] of one dtype, float16, bfloat16 or float32.
+        output_k, output_v: [batch, max_seq_len, num_kv_heads, head_dim] of one dtype: float16, bfloat16, float32 or
+            float64.
         kv_layout: "NHD" or "HND", of the cache; the outputs are always tokens by heads.
 
     Raises:
@@ -164,9 +166,9 @@ def _dequantize(*args: Tensor) -> None:
         raise shape_error(_NAME, "output_k", output_k, "[batch, max_seq_len, heads, head_dim]", "reshape it")
     key = (
         tuple([(t.dtype, t.device, t.shape, t.stride(), t.data_ptr() & 15) for t in args[:4]]),
-        tuple([(t.dtype, t.device, t.shape, t.stride()) for t in args[4:6]]),
+        tuple([(t.dtype, t.device, t.ndim) for t in args[4:6]]),
         tuple([(t.dtype, t.device, t.shape[2:], t.stride(), t.data_ptr() & 15) for t in (output_k, output_v)]),
-        output_k.shape[:2] == output_v.shape[:2],
+        len({t.shape[:1] for t in args[4:6]} | {output_k.shape[:1]}) == 1 and output_k.shape[:2] == output_v.shape[:2],
         needs_grad(output_k, output_v),
         DEQUANTIZE_PAGED.bucket(output_k.shape[0], output_k.shape[1]),
         PREFER.get(),

@@ -34,8 +34,7 @@ def _op(run: Callable[..., Any], indices: Sequence[str], in_place: bool, check: 
 
     def describe(q: Tensor, k: Tensor, *others: Any) -> Request:
         where, numbers = others[: len(indices)], others[len(indices) :]
-        dim, interleave, *scaling = numbers[:6]
-        outs = None if in_place else numbers[6:]
+        (dim, interleave), scaling, outs = numbers[:2], numbers[2:6], None if in_place else numbers[6:]
         named = dict(zip(indices, where, strict=True))
         return computed_request(name, {"q": q, "k": k}, named, dim, interleave, scaling, outs)
 
@@ -76,12 +75,11 @@ def rotate(
     """Call an op with a position per token. Its key has fewer than 20 entries: Python keeps such tuples for reuse."""
     if is_compiling():
         return _compiled(op, q, k, (pos_ids,), dim, interleave, scale, theta, a, b)
-    try:
-        tokens, heads, width = q.shape
-        count, kv_heads, kv_width = k.shape
-    except ValueError:
-        check_tokens(op.name, {"q": q, "k": k}, {"pos_ids": pos_ids})
-        raise
+    rows, columns = q.shape, k.shape
+    if len(rows) != 3 or len(columns) != 3:
+        check_tokens(op.name, {"q": q, "k": k}, {})
+    tokens, heads, width = rows
+    count, kv_heads, kv_width = columns
     if count != tokens or pos_ids.numel() != tokens or pos_ids.ndim != 1:
         check_tokens(op.name, {"q": q, "k": k}, {"pos_ids": pos_ids})
     if not pos_ids.is_contiguous():
@@ -117,26 +115,41 @@ def rotate_requests(
     theta: float,
     a: float = 0.0,
     b: float = 0.0,
-    *outs: Tensor,
+    q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None,
 ) -> Any:
     """Call an op with an offset per request."""
     if is_compiling():
         return _compiled(op, q, k, (indptr, offsets), dim, interleave, scale, theta, a, b)
-    check_tokens(op.name, {"q": q, "k": k}, {})
-    check_requests(op.name, indptr, offsets)
-    indptr, offsets = indptr.contiguous(), offsets.contiguous()
-    tensors = (q, k, indptr, offsets)
-    dim = last_dim(q) if dim is None else dim
-    key = (
-        tuple([(t.dtype, t.device) for t in tensors]), q.shape[1:], k.shape[1:], dim, interleave,
-        tuple([(t.stride(), t.data_ptr() & 15) for t in (q, k, *outs)]), not (a or b), scale > 0 < theta,
-        op.bucket(q.shape[0]), PREFER.get(), needs_grad(q, k),
+    rows, columns = q.shape, k.shape
+    if len(rows) != 3 or len(columns) != 3 or rows[0] != columns[0]:
+        check_tokens(op.name, {"q": q, "k": k}, {})
+    tokens, heads, width = rows
+    _, kv_heads, kv_width = columns
+    if indptr.ndim != 1 or offsets.ndim != 1 or indptr.numel() != offsets.numel() + 1:
+        check_requests(op.name, indptr, offsets)
+    if not (indptr.is_contiguous() and offsets.is_contiguous()):
+        indptr, offsets = indptr.contiguous(), offsets.contiguous()
+    if dim is None:
+        dim = width
+    written = None
+    if q_rope is not None and k_rope is not None:
+        written = q_rope.stride(), k_rope.stride(), (q_rope.data_ptr() | k_rope.data_ptr()) & 15 == 0
+    known = (
+        q.dtype, k.dtype, indptr.dtype, offsets.dtype, q.device, k.get_device(), indptr.get_device(),
+        offsets.get_device(), heads, kv_heads, width if width == kv_width else (width, kv_width),
     )  # fmt: skip
-    args = (*tensors, dim, interleave, scale, theta, a, b)
-    if not op.in_place:
-        args = (*args, *(outs or (None, None)))
-    run = op.cache.get(key) or op.pick(key, args)
-    return run(*args)
+    key = (
+        known, dim, interleave, q.stride(), k.stride(), (q.data_ptr() | k.data_ptr()) & 15 == 0, not (a or b),
+        scale > 0 < theta and written, op.bucket(tokens), PREFER.get(),
+        is_grad_enabled() and (q.requires_grad or k.requires_grad),
+    )  # fmt: skip
+    run = op.cache.get(key)
+    if op.in_place:
+        run = run or op.pick(key, (q, k, indptr, offsets, dim, interleave, scale, theta, a, b))
+        return run(q, k, indptr, offsets, dim, interleave, scale, theta, a, b)
+    run = run or op.pick(key, (q, k, indptr, offsets, dim, interleave, scale, theta, a, b, q_rope, k_rope))
+    return run(q, k, indptr, offsets, dim, interleave, scale, theta, a, b, q_rope, k_rope)
 
 
 def _compiled(op: Op, q: Tensor, k: Tensor, indices: tuple[Tensor, ...], dim: int | None, *rest: Any) -> Any:

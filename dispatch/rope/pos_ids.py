@@ -44,7 +44,7 @@ def apply_rope_pos_ids(
     tensor([[1.0000, 0.0000],
             [0.5403, 0.8415]])
     """
-    return rotate(APPLY_ROPE_POS_IDS, q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta)  # type: ignore[no-any-return]
+    return rotate(APPLY_ROPE_POS_IDS, q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_llama31_rope_pos_ids(
@@ -81,9 +81,7 @@ def apply_llama31_rope_pos_ids(
             [0.5403, 0.8415]])
     """
     smooth = smoothing(low_freq_factor, high_freq_factor, old_context_len)
-    return rotate(  # type: ignore[no-any-return]
-        APPLY_ROPE_POS_IDS, q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, *smooth
-    )
+    return rotate(APPLY_ROPE_POS_IDS, q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, *smooth)
 
 
 def apply_rope_pos_ids_inplace(

