@@ -72,5 +72,12 @@ def cases() -> list[Case]:
         Case(name, "one-hot draft and target", "sampling", "exact", certain),
         Case(name, "one-hot draft and target, counters given", "sampling", "exact", partial(certain, counters=True)),
         Case(name, "identical draft and target", "sampling", "exact", identical),
-        Case(name, "different draft and target: distributions", "sampling", "exact", chance),
+        Case(
+            name,
+            "different draft and target: distributions",
+            "sampling",
+            "exact",
+            chance,
+            explained="accepted counts each draft token once; FlashInfer draws again for the one that was rejected",
+        ),
     ]
