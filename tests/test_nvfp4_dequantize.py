@@ -21,6 +21,7 @@ class Case:
         self.layout, self.lens = layout, (9, 0, 4)
         pages = torch.randperm(7, generator=g)[:4].tolist()
         table = [pages[:3], [99, -1, -1], [pages[3], -1, 99]]
+        self.v_scale = torch.full((1,), 3.0, device=device)
         self.table, self.seq_lens = torch.tensor(table, device=device), torch.tensor(self.lens, device=device)
         used = torch.zeros(7, PAGE, dtype=torch.bool)
         for row, n in zip(table, self.lens, strict=True):
@@ -44,7 +45,7 @@ class Case:
 
     def call(self, out: tuple[Tensor, Tensor], **given: Any) -> None:
         args = {"paged_kv_cache": self.cache, "kv_cache_sf": self.sf, "block_tables": self.table,
-                "seq_lens": self.seq_lens, "k_scale": 0.5, "v_scale": torch.full((1,), 3.0).to(self.table.device),
+                "seq_lens": self.seq_lens, "k_scale": 0.5, "v_scale": self.v_scale,
                 "output_k": out[0], "output_v": out[1], "kv_layout": self.layout}  # fmt: skip
         km.nvfp4_kv_dequantize_paged(**{**args, **given})
 
