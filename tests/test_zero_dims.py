@@ -30,6 +30,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "get_seq_lens": lambda: km.get_seq_lens(I[0], I, 1),
     "get_batch_indices_positions": lambda: km.get_batch_indices_positions(I[0], I, 1),
     "nvfp4_kv_quantize": lambda: km.nvfp4_kv_quantize(S, W),
+    "append_paged_kv_cache": lambda: km.append_paged_kv_cache(S, S, I, I, torch.ones(1, 2, 1, 1, 4), I, I, I),
     "softmax": lambda: km.softmax(S),
     "top_k": lambda: km.top_k(S, 1),
     "decode": decode,

@@ -202,7 +202,7 @@ def _mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: 
         grad = grad or out.requires_grad
         written = (out.dtype, out.device, out.stride())
     key = (
-        a.dtype, b.dtype, a.device, b.device, len(rows), rows[-1], right, a.stride(), b.stride(), extra, out_dtype,
+        a.dtype, b.dtype, a.device, b.device, rows[-1], right, a.stride(), b.stride(), extra, out_dtype,
         written, address & 15 == 0, grad and is_grad_enabled(), backend,
         op.bucket(rows[0]), PREFER.get(),
     )  # fmt: skip

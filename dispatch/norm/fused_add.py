@@ -98,8 +98,8 @@ def _fused_add(op: Op, input: Tensor, residual: Tensor, weight: Tensor, eps: flo
     rows, hidden = shape if len(shape) == 2 else (shape[0] if shape else 0, shape[1:])
     key = (
         input.dtype, input.device, hidden, input.stride(),
-        residual.dtype, residual.get_device(), residual.stride(),
-        weight.dtype, weight.get_device(), weight.ndim, weight.numel(), weight.is_contiguous(),
+        residual.dtype, residual.device, residual.stride(),
+        weight.dtype, weight.device, weight.numel(), weight.stride(),
         (input.data_ptr() | residual.data_ptr() | weight.data_ptr()) & 15 == 0,
         is_grad_enabled() and (input.requires_grad or residual.requires_grad or weight.requires_grad),
         op.bucket(rows), PREFER.get(),

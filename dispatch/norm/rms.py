@@ -141,7 +141,7 @@ def _norm(op: Op, input: Tensor, weight: Tensor, eps: float, out: Tensor | None)
         written = (out.dtype, out.device, out.stride(), out.requires_grad)
     key = (
         input.dtype, input.device, shape[1] if len(shape) == 2 else shape[1:], input.stride(),
-        weight.dtype, weight.device, weight.ndim, weight.numel(), weight.is_contiguous(),
+        weight.dtype, weight.device, weight.numel(), weight.stride(),
         written, address & 15 == 0, is_grad_enabled() and (input.requires_grad or weight.requires_grad),
         op.bucket(shape[0] if shape else 0), PREFER.get(),
     )  # fmt: skip

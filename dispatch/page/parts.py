@@ -39,6 +39,8 @@ def part_key(value: Tensor, cache: Tensor) -> tuple[Any, ...]:
 
 
 def check_tokens(op: str, value: Tensor, other: Tensor | None, batch_indices: Tensor, positions: Tensor) -> None:
+    if value.ndim == 0 or (other is not None and other.ndim == 0):
+        raise ValueError(f"{op}: what is appended has no dimensions, it must be [tokens, *entry]; reshape it")
     tokens = value.shape[0]
     if other is not None and other.shape[0] != tokens:
         raise ValueError(f"{op}: the two parts hold {tokens} and {other.shape[0]} tokens; give each token both parts")

@@ -90,7 +90,7 @@ def rotate(
     if q_rope is not None and k_rope is not None:
         written = q_rope.stride(), k_rope.stride(), (q_rope.data_ptr() | k_rope.data_ptr()) & 15 == 0
     key = (
-        q.dtype, k.dtype, pos_ids.dtype, q.device, k.get_device(), pos_ids.get_device(), heads, kv_heads,
+        q.dtype, k.dtype, pos_ids.dtype, q.device, k.device, pos_ids.device, heads, kv_heads,
         width if width == kv_width else (width, kv_width), dim, interleave, q.stride(), k.stride(),
         (q.data_ptr() | k.data_ptr()) & 15 == 0, not (a or b), scale > 0 < theta and written,
         op.bucket(tokens), PREFER.get(), is_grad_enabled() and (q.requires_grad or k.requires_grad),
@@ -136,8 +136,8 @@ def rotate_requests(
     if q_rope is not None and k_rope is not None:
         written = q_rope.stride(), k_rope.stride(), (q_rope.data_ptr() | k_rope.data_ptr()) & 15 == 0
     known = (
-        q.dtype, k.dtype, indptr.dtype, offsets.dtype, q.device, k.get_device(), indptr.get_device(),
-        offsets.get_device(), heads, kv_heads, width if width == kv_width else (width, kv_width),
+        q.dtype, k.dtype, indptr.dtype, offsets.dtype, q.device, k.device, indptr.device,
+        offsets.device, heads, kv_heads, width if width == kv_width else (width, kv_width),
     )  # fmt: skip
     key = (
         known, dim, interleave, q.stride(), k.stride(), (q.data_ptr() | k.data_ptr()) & 15 == 0, not (a or b),
