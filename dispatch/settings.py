@@ -100,6 +100,8 @@ def parse_choice(text: str, backends: Collection[str], source: str, exact: bool 
     >>> parse_choice("cudnn,auto", ["cudnn"], "here").names
     ('cudnn',)
     """
+    if not isinstance(text, str):
+        raise SettingError(f"{source} is {text!r}, it must be a backend's name such as {_some(backends)}, or 'auto'")
     words = [word.strip() for word in text.split(",")]
     if not any(words):
         raise SettingError(f"{source} is empty; give a backend such as {_some(backends)}, or unset it")

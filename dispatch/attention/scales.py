@@ -1,5 +1,7 @@
 """Scales of a call of run(): what is folded into the logits, and what multiplies the output."""
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -15,12 +17,18 @@ def fold(q_scale: Scale, k_scale: Scale) -> tuple[float, Tensor | None]:
         if scale is None:
             continue
         if not isinstance(scale, Tensor):
-            factor *= scale
+            factor *= number(name, scale)
         elif scale.is_cpu and not torch.compiler.is_compiling() and not scale.requires_grad:
             factor *= float(scalar(name, scale))
         else:
             held = scalar(name, scale) if held is None else held * scalar(name, scale)
     return factor, held
+
+
+def number(name: str, scale: object) -> float:
+    if not isinstance(scale, Real):
+        raise TypeError(f"{name} is a {type(scale).__name__}, it must be a number or a tensor of one value")
+    return float(scale)
 
 
 def scalar(name: str, scale: Tensor) -> Tensor:
@@ -90,9 +98,9 @@ def rescale(out: Tensor, computed: Tensor, v_scale: Scale, o_scale: Scale) -> No
 
 def _multiply(out: Tensor, v_scale: Scale, o_scale: Scale) -> None:
     if not is_one(v_scale):
-        out.mul_(scalar("v_scale", v_scale) if isinstance(v_scale, Tensor) else v_scale)  # type: ignore[arg-type]
+        out.mul_(scalar("v_scale", v_scale) if isinstance(v_scale, Tensor) else number("v_scale", v_scale))
     if not is_one(o_scale):
-        out.div_(scalar("o_scale", o_scale) if isinstance(o_scale, Tensor) else o_scale)  # type: ignore[arg-type]
+        out.div_(scalar("o_scale", o_scale) if isinstance(o_scale, Tensor) else number("o_scale", o_scale))
 
 
 def extras_with(extras: RunExtras | None, held: Tensor | None) -> RunExtras | None:

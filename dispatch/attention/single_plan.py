@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernelmux.capabilities import Batch, RunExtras
+from kernelmux.dispatch.arguments import shape_error
 from kernelmux.dispatch.attention import compiled
 from kernelmux.dispatch.attention.metadata import Lengths
 from kernelmux.dispatch.attention.options import spec_values
@@ -73,7 +74,10 @@ def _plan_of(single: Single, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Pl
 
 def _make(single: Single, q: Tensor, k: Tensor, v: Tensor, out: Tensor, capturing: bool) -> Plan:
     q_len, kv_len = q.shape[0], k.shape[0]
-    masked = single.custom_mask is not None or single.packed_custom_mask is not None
+    mask = single.custom_mask
+    if mask is not None and tuple(mask.shape) not in ((q_len, kv_len), (q_len * kv_len,)):
+        raise shape_error("attention", "custom_mask", mask, [q_len, kv_len], "give a bool for each query and key")
+    masked = mask is not None or single.packed_custom_mask is not None
     values = spec_values(
         "ragged",
         (q.shape[1], k.shape[1]),
@@ -104,9 +108,9 @@ def _make(single: Single, q: Tensor, k: Tensor, v: Tensor, out: Tensor, capturin
         kv_lens=(kv_len,),
     )
     if masked:
-        mask = pack_mask(single.custom_mask, single.packed_custom_mask, _lengths(q_len, kv_len), q.device)
-        assert mask is not None
-        batch.packed_mask, batch.mask_indptr = mask
+        packed = pack_mask(single.custom_mask, single.packed_custom_mask, _lengths(q_len, kv_len), q.device)
+        assert packed is not None
+        batch.packed_mask, batch.mask_indptr = packed
     return Plan(interned, batch, single.backend, PREFER.get(), graph=capturing, live=capturing)
 
 

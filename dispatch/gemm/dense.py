@@ -35,6 +35,8 @@ def _request(
     if a.dtype != b.dtype:
         got = f"{dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
         raise TypeError(f"{op}: {left} and {right} are {got}, they must be of one dtype; convert one of them")
+    if not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"{op}: out_dtype is {out_dtype!r}, it must be a torch.dtype such as torch.bfloat16")
     if not out_dtype.is_floating_point or out_dtype.itemsize < 2:
         raise TypeError(f"{op}: out_dtype is {dtype_name(out_dtype)}, it must be a float of 16 bits or more")
     if out is not None and out.dtype != out_dtype:

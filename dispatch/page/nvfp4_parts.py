@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernelmux.capabilities import Request, dtype_name
-from kernelmux.dispatch.arguments import check_device, layout_features, needs_grad
+from kernelmux.dispatch.arguments import check_device, check_writable, layout_features, needs_grad
 from kernelmux.dispatch.page.parts import part_key
 from kernelmux.dispatch.quantization.nvfp4_kv_reference import BLOCK
 
@@ -17,6 +17,7 @@ INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_nvfp4_part(op: str, name: str, value: Tensor, cache: Tensor, block_scales: Tensor) -> None:
     """[tokens, *entry] fits a cache of packed entries and the cache of their block scales."""
     dim = value.shape[-1]
+    check_writable(op, {f"the cache of {name}": cache, f"the scales of {name}": block_scales})
     if value.dtype not in INPUT_DTYPES:
         raise TypeError(f"{op}: {name} is {dtype_name(value.dtype)}, use float16, bfloat16 or float32")
     if cache.dtype != torch.uint8 or block_scales.dtype not in SCALE_DTYPES:

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from kernelmux.capabilities import dtype_name
+from kernelmux.dispatch.arguments import check_writable
 
 
 def check_part(op: str, name: str, value: Tensor, cache: Tensor) -> None:
     """What is appended fits one cache: [tokens, *entry] of the cache's dtype."""
+    check_writable(op, {f"the cache of {name}": cache})
     if value.dtype != cache.dtype:
         raise ValueError(
             f"{op}: {name} is {dtype_name(value.dtype)}, its cache {dtype_name(cache.dtype)}; "

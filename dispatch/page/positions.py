@@ -10,6 +10,8 @@ from kernelmux.dispatch.page import reference
 
 def int32(index: Tensor, name: str) -> Tensor:
     """An index tensor as kernels take it."""
+    if index.ndim != 1:
+        raise ValueError(f"{name} has shape {list(index.shape)}, it must have one dimension; reshape it")
     if index.dtype == torch.int32:
         return index
     if index.dtype.is_floating_point or index.dtype == torch.bool:

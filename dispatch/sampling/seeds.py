@@ -34,6 +34,8 @@ def get_seed_and_offset(
     """
     if generator is None:
         generator = _default(device)
+    elif not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator is {generator!r}, it must be a torch.Generator or None; pass a number as seed")
     if generator.device.type != "cuda":
         seed, offset = torch.randint(2**63 - 1, (2,), generator=generator, device=generator.device).tolist()
         return seed, offset & ~3
