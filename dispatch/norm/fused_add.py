@@ -96,9 +96,10 @@ def _fused_add(op: Op, input: Tensor, residual: Tensor, weight: Tensor, eps: flo
     if residual.shape != shape:
         same_shape(op.name, "residual", residual, input)
     rows, hidden = shape if len(shape) == 2 else (shape[0] if shape else 0, shape[1:])
+    several = rows > 1  # the shape of a contiguous tensor of several rows tells its strides, for less than they cost
     key = (
-        input.dtype, input.device, hidden, input.stride(),
-        residual.dtype, residual.device, residual.stride(),
+        input.dtype, input.device, hidden, (several and input.is_contiguous()) or input.stride(),
+        residual.dtype, residual.device, (several and residual.is_contiguous()) or residual.stride(),
         weight.dtype, weight.device, weight.numel(), weight.stride(),
         (input.data_ptr() | residual.data_ptr() | weight.data_ptr()) & 15 == 0,
         is_grad_enabled() and (input.requires_grad or residual.requires_grad or weight.requires_grad),
