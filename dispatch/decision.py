@@ -1,7 +1,9 @@
 """The outcome of one choice: the value that the call, `explain()`, errors, warnings, the log and tests all read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import TypeGuard
 
 from kernelmux.capabilities import Device, Kernel, Reason, Request
 from kernelmux.policies import Rule
@@ -45,18 +47,29 @@ class Decision:
     @property
     def automatic(self) -> bool:
         """Nobody asked for this kernel by name."""
-        return self.source == "default" or (self.rule is not None and self.source == self.rule.source)
+        return self.source == "default" or self._by_rule(self.rule)
 
     @property
     def why(self) -> str:
-        """One line: who chose, and why."""
-        if self.rule is not None and self.automatic and self.source != "default":
-            return f"{self.source} {self.rule.name}: {self.rule.why}"
+        """One line: who chose, and why; and what the rule prefers to this kernel, if it could not have it."""
+        if self._by_rule(self.rule):
+            preferred = "".join(f"; {text}" for text in self._preferred(self.rule))
+            return f"{self.source} {self.rule.name}: {self.rule.why}{preferred}"
         if self.kernel.backend == "reference":
             return (
                 f"{self.source}: no other kernel is able" if len(self.verdicts) > 1 else f"{self.source}: the only one"
             )
         return f"{self.source}: able" if self.source == "default" else self.source
+
+    def _by_rule(self, rule: Rule | None) -> TypeGuard[Rule]:
+        return rule is not None and self.source == rule.source
+
+    def _preferred(self, rule: Rule) -> Iterator[str]:
+        for name in takewhile(lambda n: not named(self.kernel, n), rule.order):
+            verdicts = [v for v in self.verdicts if named(v.kernel, name)]
+            nearest = min(verdicts, key=lambda v: len(v.reasons), default=None)
+            if nearest is not None:
+                yield f"{name} is held back: {nearest.held}" if nearest.able else f"not {nearest}"
 
     def __str__(self) -> str:
         lines = [
@@ -65,12 +78,17 @@ class Decision:
             f"chosen   {self.kernel.id}",
             f"because  {self.why}",
         ]
-        if self.rule is not None and self.rule.evidence:
+        if self._by_rule(self.rule) and self.rule.evidence:
             lines.append("evidence " + ", ".join(f"{k}: {v}" for k, v in self.rule.evidence.items()))
         lines += [f"note     {note}" for note in self.notes]
         lines.append("candidates")
         lines += [f"  {verdict}" for verdict in by_gravity(self.verdicts, self.ranked)]
         return "\n".join(lines)
+
+
+def named(kernel: Kernel, name: str) -> bool:
+    """A name is a backend's or a kernel's."""
+    return name in (kernel.backend, kernel.id)
 
 
 def by_gravity(verdicts: Iterable[Verdict], ranked: Iterable[Kernel] = ()) -> list[Verdict]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kernelmux.capabilities import Device, Kernel, NoKernelError, Reason, Request
-from kernelmux.dispatch.decision import Decision, Verdict, by_gravity
+from kernelmux.dispatch.decision import Decision, Verdict, by_gravity, named
 from kernelmux.dispatch.settings import Choice, Settings
 from kernelmux.policies import Rule
 
@@ -71,7 +71,7 @@ def resolve(
     ranking = _Ranking({v.kernel.id: v.kernel for v in verdicts if v.able})
     rule = None
     for choice in asked:
-        ranking.add((v.kernel for n in choice.names for v in verdicts if _named(v.kernel, n)), choice.source)
+        ranking.add((v.kernel for n in choice.names for v in verdicts if named(v.kernel, n)), choice.source)
         if choice.names and not choice.auto:
             if not ranking.ranked:
                 raise NoKernelError(_nothing(request, device, verdicts, f"{choice.source} asks for it by name"))
@@ -99,7 +99,7 @@ def _automatic(
     free = [v.kernel for v in verdicts if v.able and not v.held]
     rule = next((r for r in rules if r.matches(request, device)), None)
     if rule is not None:
-        ranking.add((k for n in rule.order for k in free if _named(k, n)), rule.source)
+        ranking.add((k for n in rule.order for k in free if named(k, n)), rule.source)
     ranking.add((k for k in free if k is not reference), "default")
     ranking.add([reference], "default")
     return rule
@@ -116,10 +116,6 @@ def environment(settings: Settings, request: Request) -> list[Choice]:
 def _applies(choice: Choice, names: set[str]) -> bool:
     """A choice of several ops binds those for which a named backend declares a kernel; one of a single op always."""
     return choice.exact or not choice.names or not names.isdisjoint(choice.names)
-
-
-def _named(kernel: Kernel, name: str) -> bool:
-    return name in (kernel.backend, kernel.id)
 
 
 def _verdict(
@@ -141,7 +137,7 @@ def _verdict(
         reasons.append(Reason("feature", "cuda_graph", None, "this kernel synchronises with the host"))
     if request.grad and kernel.backend == "reference" and "grad" not in kernel.support.features:
         reasons.append(Reason("feature", "grad", None, "an in-place op has no gradient", "call it under no_grad()"))
-    asked_for = any(_named(kernel, n) for c in asked for n in c.names)
+    asked_for = any(named(kernel, n) for c in asked for n in c.names)
     if settings.strict and kernel.backend == "reference" and device.type == "cuda" and not asked_for:
         reasons.append(Reason("disabled", "KERNELMUX_STRICT=1", None, "the reference is slow on CUDA tensors"))
     if kernel.id in refused:
@@ -155,9 +151,9 @@ def _verdict(
 
 def _disabled(kernel: Kernel, settings: Settings, asked: Sequence[Choice]) -> Iterable[Reason]:
     for choice in asked:  # the strongest that speaks of this kernel decides
-        if any(_named(kernel, n) for n in choice.names):
+        if any(named(kernel, n) for n in choice.names):
             break
-        if any(_named(kernel, n) for n in choice.never):
+        if any(named(kernel, n) for n in choice.never):
             yield Reason("disabled", f"{kernel.backend} is excluded by {choice.source}")
             break
     for name in ("deterministic", "batch_invariant"):

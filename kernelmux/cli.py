@@ -195,6 +195,8 @@ def parse_request(op: str, pairs: list[str]) -> Request:
         key, equals, value = pair.partition("=")
         if not equals or not value:
             raise ValueError(f"{pair!r} is not key=value, such as batch=4, q=bfloat16 or features=causal+lse")
+        if key in dims or key in dtypes or (key == "features" and features):
+            raise ValueError(f"{key} is given twice; give it once (features are joined by +)")
         if key == "features":
             features = frozenset(value.split("+"))
         elif value.lstrip("-").isdigit():

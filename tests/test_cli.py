@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -107,9 +108,9 @@ def test_explain_for_a_gpu_that_is_not_there(
         (("explain", "nothing"), "op is 'nothing', one of"),
         (("explain", "attention"), "attention wants a phase: attention/decode"),
         (("explain", "attention/odd"), "phase is 'odd', attention has decode, prefill, ragged"),
-        (("explain", *WORDS, "batch=many"), "batch is 'many', it must be an integer"),
+        (("explain", "attention/decode", "batch=many"), "batch is 'many', it must be an integer"),
         (("explain", *WORDS, "odd"), "'odd' is not key=value"),
-        (("explain", *WORDS, "q=bf17"), "dtype is 'bf17'"),
+        (("explain", "attention/decode", "q=bf17"), "dtype is 'bf17'"),
         (("explain", *WORDS, "head_size=4"), "attention has no dimension 'head_size'; known: batch"),
         (("explain", *WORDS, "features=magic"), "attention has no feature 'magic'; known:"),
         (("explain", *WORDS, "--device", "V100"), "device is 'V100', one of T4"),
@@ -130,3 +131,17 @@ def test_list_of_an_unknown_op_says_which_there_are(
 ) -> None:
     code, _, err = run(monkeypatch, capsys, "list", "nothing")
     assert code == 2 and "op is 'nothing', one of" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("words", [("rows=4", "rows=5"), ("x=bfloat16", "x=float16"), ("features=a", "features=b")])
+def test_explain_refuses_what_is_given_twice(
+    words: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(monkeypatch, capsys, "explain", "rmsnorm", *words)
+    assert code == 2
+    assert f"{words[0].partition('=')[0]} is given twice" in err
+
+
+def test_the_package_is_the_command_line_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "kernelmux", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "show-config" in done.stdout

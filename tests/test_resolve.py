@@ -127,7 +127,7 @@ def test_the_first_matching_rule_orders_and_the_unlisted_follow(op: Op) -> None:
     decision = resolve(request(), H100, candidates, rules, Settings(), AllInstalled())
     assert [k.id for k in decision.ranked] == ["b:scratch", "a:scratch", "reference:scratch"]
     assert decision.rule is rules[2]
-    assert decision.why == "packaged rule first: because"
+    assert decision.why == "packaged rule first: because; not c:scratch: rows is 2, at most 1 on sm90"
     only_unable = resolve(
         request(), H100, candidates, [Rule("c-only", "scratch", ("c",), "w"), rules[3]], Settings(), AllInstalled()
     )
@@ -173,6 +173,10 @@ def test_a_slow_build_is_held_back_until_asked_for_or_captured(op: Op) -> None:
     decision = resolve(request(), H100, candidates, (), Settings(), Cold())
     assert decision.kernel is op.reference
     assert "a:scratch: able, held back: its graph for these shapes is not built yet" in str(decision)
+    candidates = Candidates([*candidates.kernels, *stub("b").kernels], op.reference)
+    decision = resolve(request(), H100, candidates, [Rule("r", "scratch", ("a", "b"), "w")], Settings(), Cold())
+    assert decision.kernel.id == "b:scratch"
+    assert decision.why.startswith("packaged rule r: w; a is held back: its graph for these shapes is not built yet")
     graph = request(features=frozenset({"cuda_graph"}))
     able = Candidates(list(stub("a", slow_build="x:y", features=frozenset({"cuda_graph"})).kernels), op.reference)
     assert resolve(graph, H100, able, (), Settings(), Cold()).kernel.id == "a:scratch"

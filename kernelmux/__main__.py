@@ -1,0 +1,5 @@
+"""`python -m kernelmux`: the command line."""
+
+from kernelmux.cli import main
+
+main()
